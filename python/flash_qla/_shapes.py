@@ -41,7 +41,7 @@ def gate_shape(v_shape: Sequence[int]) -> Tuple[int, int, int]:
 
 def a_shape(v_shape: Sequence[int]) -> Tuple[int, int, int, int]:
     """[B, T, Hv, 64]."""
-    return (*gate_shape(v_shape), CHUNK_SIZE)
+    return (*extents(v_shape)[:3], CHUNK_SIZE)
 
 
 def _on_host(x: Any) -> bool:

@@ -74,10 +74,17 @@ def _accumulator(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _contiguous_like(t: Tensor) -> Tensor:
+    """New memory of t's shape and dtype. A third of the call is the keyword, which a contiguous t does without."""
+    if t.is_contiguous():
+        return torch.empty_like(t)
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
 def _output_like(q: Tensor, v: Tensor) -> Tensor:
     """o: v's shape and q's dtype, which is v's too in a call that is not refused."""
     if v.dtype == q.dtype:  # half the time of the general call
-        return torch.empty_like(v, memory_format=torch.contiguous_format)
+        return _contiguous_like(v)
     return q.new_empty(v.shape)
 
 
@@ -248,13 +255,12 @@ def is_captured(x: Any) -> bool:
     return getattr(x, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
 
 
-def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
-    """True for an ordinary eager call on plain tensors with memory."""
+def _nobody_watches(tensors: Sequence[Optional[Tensor]], signs: Optional[Sequence[Optional[Tensor]]] = None) -> bool:
+    """True for an ordinary eager call on plain tensors with memory. `signs`: those among them that may have a sign that
+    is not in memory (the imaginary part of a conjugate), to which only the dispatcher sees; None: all."""
     if is_traced() or not PLAIN_TYPES.issuperset(map(type, tensors)) or tensors[0].is_meta:  # type: ignore[union-attr]
         return False
-    # Only the dispatcher sees to a sign that is not in memory (the imaginary part of a conjugate). In serving calls,
-    # whose time on the host counts, it is looked for from q to beta.
-    for t in tensors[:5] if len(tensors) == len(POOL_NAMES) else tensors:
+    for t in tensors if signs is None else signs:
         if t is not None and t.is_neg():
             return False
     return True
@@ -285,7 +291,8 @@ def _refuse_without_memory(operation: str, names: Sequence[str], tensors: Sequen
 def _compute(name: str, tensors: Sequence[Optional[Tensor]], options: Options, inputs: tuple, rest: tuple) -> Any:
     """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of
     a call. `tensors`: all among `inputs` and `rest`, from q on. No gradient is recorded."""
-    if _nobody_watches(tensors):
+    # In serving calls, whose time on the host counts, signs are looked for from q to beta.
+    if _nobody_watches(tensors, tensors[:5] if len(tensors) == len(POOL_NAMES) else None):
         try:
             return _implementations[name](options, inputs, rest)
         except (RuntimeError, BufferError):  # it may be the tensor's fault that it has no view: say so in our form
@@ -344,7 +351,7 @@ def refuse_second_derivatives(
 
 
 def _gradient_like(t: Optional[Tensor], need: bool) -> Optional[Tensor]:
-    return torch.empty_like(t, memory_format=torch.contiguous_format) if need and t is not None else None
+    return _contiguous_like(t) if need and t is not None else None
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
@@ -359,20 +366,22 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     ) -> Tuple[Optional[Tensor], ...]:
         ctx.options = options
         ctx.set_materialize_grads(False)
-        if not output_final_state and _nobody_watches(inputs):
+        ctx.plain = _nobody_watches(inputs)
+        if ctx.plain:
             q, v = inputs[0], inputs[2]
             if fla.awaited and "fla" in sys.modules:
                 fla.register_if_imported(q)
             try:
                 out = _output_like(q, v)  # type: ignore[arg-type]
                 A = v.new_empty(a_shape(v.shape))  # type: ignore[union-attr]
-                arguments = (False, *options, _threads(q), *inputs, *_NO_POOL, out, None, None, A, None)  # type: ignore[arg-type]
+                state = _state_like(q, v, inputs[7], options.state_v_first) if output_final_state else None  # type: ignore[arg-type]
+                arguments = (False, *options, _threads(q), *inputs, *_NO_POOL, out, state, None, A, None)  # type: ignore[arg-type]
                 _ffi.forward(_allocator(q), arguments)  # type: ignore[arg-type]
             except (RuntimeError, BufferError):
                 _refuse_without_memory(options.operation, INPUT_NAMES, inputs)
                 raise
             ctx.save_for_backward(*inputs, A)
-            return out, None
+            return out, state
         wanted = (True, output_final_state, False, True, False)
         found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], None))
         o, final_state, _, A, _ = _align(found, wanted)
@@ -383,7 +392,8 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do: Optional[Tensor], dht: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        if not torch.is_grad_enabled() and _nobody_watches((*saved, do, dht)):
+        # Signs of what was saved have been looked for in the forward pass.
+        if ctx.plain and not torch.is_grad_enabled() and _nobody_watches((*saved, do, dht), (do, dht)):
             q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, A = saved
             dq, dk, dv = _gradient_like(q, needs[0]), _gradient_like(k, needs[1]), _gradient_like(v, needs[2])
             dg, dbeta = _gradient_like(g, needs[3]), _gradient_like(beta, needs[4])

@@ -14,9 +14,10 @@ __device__ inline Real sigmoid(Real x) {
   return Real(1) / (Real(1) + exp(-x));
 }
 
+// Without a branch, whose both sides a warp would go through.
 template <class Real>
 __device__ inline Real softplus(Real x) {
-  return x > Real(0) ? x + log1p(exp(-x)) : log1p(exp(x));
+  return (x > Real(0) ? x : Real(0)) + log1p(exp(-fabs(x)));
 }
 
 // Keeps NaN.

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cuda/common/prefetch.cuh"
+
 namespace flash_qla::cuda {
 
 // Orders this thread's ordinary shared-memory accesses, and those it has observed, before later ones of wgmma and the
@@ -56,16 +58,13 @@ __device__ __forceinline__ void l2_prefetch(const void* global, uint32_t bytes) 
                : "memory");
 }
 
-// A box, and the bytes at an address, on their way into L2.
+// A box on its way into L2.
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2,
                                                 int32_t c3) {
   asm volatile(
       "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(map)),
       "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
-}
-__device__ __forceinline__ void l2_prefetch_line(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
 // Four bytes from global to shared memory without a register in between; zeros where `valid` is false.

@@ -153,8 +153,10 @@ __global__ void __launch_bounds__(kStateThreads)
 }
 
 // Gradients of weights and bias from the runs' parts.
+constexpr int kSumColumns = 32;  // there are thousands of columns, and some fifty parts
+
 __global__ void __launch_bounds__(kSumThreads) conv_add_sums_kernel(const __grid_constant__ ConvBackwardParams p) {
-  add_parts(p.sums, p.runs, (p.width + 1) * p.channels, [&](int64_t column, double sum) {
+  add_parts<kSumColumns>(p.sums, p.runs, (p.width + 1) * p.channels, [&](int64_t column, double sum) {
     const int64_t j = column / p.channels;
     const ConvChannel c = channel_at(p.parts, p.num_parts, column - j * p.channels);
     const ConvBackwardPart& part = p.parts[c.part];

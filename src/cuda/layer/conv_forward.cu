@@ -36,12 +36,12 @@ Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t str
       if (has_vector_weights(args.parts[i].weight, p.dtype)) grid.vector_weights |= 1 << i;
     }
     const int64_t columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
-    grid.run_tokens = run_tokens(p, columns, args.options.device_index);
-    grid.runs_of_row = static_cast<int32_t>(ceil_div(p.T, grid.run_tokens));
+    deal_out(p, columns, args.options.device_index, &grid);
     const auto launch_typed = p.dtype == DType::kBFloat16  ? launch_conv_forward<__nv_bfloat16>
                               : p.dtype == DType::kFloat16 ? launch_conv_forward<__half>
                                                            : launch_conv_forward<float>;
-    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, grid, p.B * grid.runs_of_row * columns, stream));
+    const int64_t blocks = grid.gate_blocks + p.B * grid.runs_of_row * columns;
+    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, grid, blocks, stream));
   } else {
     const int32_t units = units_of<kUnitChannels>(params.parts, params.num_parts);
     const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32);

@@ -3,6 +3,7 @@
 // sequence's begin or end to the next, and asks nothing in between.
 #pragma once
 
+#include "cuda/common/prefetch.cuh"
 #include "cuda/layer/conv_gates.cuh"
 #include "cuda/layer/conv_ring.cuh"
 #include "cuda/layer/conv_sequences.cuh"
@@ -16,6 +17,7 @@ struct ConvGrid {
   int32_t vector_weights;                              // bits: parts whose weights are read as vectors
   int32_t run_tokens;
   int32_t runs_of_row;
+  int32_t gate_blocks;  // forward: in front of the others, for the gates alone
 };
 
 // The channels of a thread.
@@ -156,6 +158,12 @@ struct ConvRun {
   float w[kW][kVector];  // times silu_scale() where there is SiLU
   Packed<T> next[kStep];
 
+  // Brings the inputs before the run, most of which begin within a sequence, to L2 while the first ones are waited for.
+  __device__ __forceinline__ void prefetch_before() const {
+#pragma unroll
+    for (int k = 1; k < kW; ++k) l2_prefetch_line(at_token(x, -min(k, first), x_step));
+  }
+
   __device__ __forceinline__ void load_next(int i) {
 #pragma unroll
     for (int k = 0; k < kStep; ++k) next[k] = load_packed(at_token(x, min(i + k, tokens - 1), x_step));
@@ -264,16 +272,18 @@ struct ConvRun {
   }
 };
 
-// Elements of the gates that a thread reads with its first tokens: as many as it has with 32 heads to 8,192 channels.
-constexpr int kEarlyGates = 4;
+// Tokens whose gates a thread reads at once. With eight a block of gates ends before those of the convolution do.
+constexpr int kGatesAtOnce = 8;
 
 // Four blocks a multiprocessor, as registers allow.
 template <class T, int kW>
 __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 3 : 4)
     conv_forward_kernel(const __grid_constant__ ConvParams p, const __grid_constant__ ConvGrid grid) {
+  const int block = static_cast<int>(blockIdx.x) - grid.gate_blocks;
+  if (block < 0) return finish_gates<kGatesAtOnce>(p.gates, blockIdx.x, grid.gate_blocks);
   const int columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
-  const int run = static_cast<int>(blockIdx.x) / columns, b = run / grid.runs_of_row;  // at most 2^31 - 1 tokens
-  const ConvPlace place = conv_place(p.parts, grid, static_cast<int>(blockIdx.x) - run * columns);
+  const int run = block / columns, b = run / grid.runs_of_row;  // at most 2^31 - 1 tokens
+  const ConvPlace place = conv_place(p.parts, grid, block - run * columns);
   const ConvPart& part = p.parts[place.part];
   const int first = (run - b * grid.runs_of_row) * grid.run_tokens, rest = static_cast<int>(p.sequences.T) - first;
   const int tokens = min(rest, grid.run_tokens);
@@ -300,12 +310,10 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 3 : 4)
   if (part.inverse_norm.data != nullptr && place.active && place.dim == 0) {
     run_of.norms = static_cast<float*>(part.inverse_norm.data) + offset_of(part.inverse_norm, b, first, place.head);
   }
-  // All loads before anything is waited for, which the gates are.
+  // All loads before anything is waited for.
   run_of.load_next(0);
-  GateElements<kEarlyGates> gates;
-  gates.load(p.gates, blockIdx.x * kConvThreads + threadIdx.x, gridDim.x * kConvThreads);
+  run_of.prefetch_before();
   load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, run_of.w);
-  gates.finish_all(p.gates);
   const float scale = p.silu ? silu_scale<T>() : 1.0f;
 #pragma unroll
   for (int j = 0; j < kW; ++j) {

@@ -8,7 +8,7 @@ namespace flash_qla::cuda {
 
 __global__ void __launch_bounds__(kAnyThreads)
     conv_forward_any_kernel(const __grid_constant__ ConvParams p, int32_t units) {
-  finish_gates(p.gates, blockIdx.x, gridDim.x);
+  finish_gates<1>(p.gates, blockIdx.x, gridDim.x);
   constexpr int kWarps = kAnyThreads / 32;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (item >= p.sequences.B * p.sequences.T * units) return;

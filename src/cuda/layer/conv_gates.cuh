@@ -6,79 +6,58 @@
 
 namespace flash_qla::cuda {
 
-__device__ inline int64_t raw_offset(const int64_t (&strides)[4], uint32_t group, int64_t b, int64_t t, uint32_t h) {
-  return b * strides[0] + t * strides[1] + h / group * strides[2] + h % group * strides[3];
-}
-
-// Elements first, first + step .. of the gates. All that the first kMost need is read before any is computed, so that
-// they wait for memory once, and other loads may come between.
-template <int kMost>
-struct GateElements {
-  struct Raw {
-    uint32_t a = 0, b = 0, A_log = 0, dt_bias = 0;
-  };
-  uint32_t first, step;
-  Raw raw[kMost];
-
-  struct Place {
-    uint32_t b, t, h;
-  };
-  // Below 2^32: reject_conv() sees to it. A division of 64 bits takes longer than the rest of an element.
-  static __device__ __forceinline__ Place place_of(const ConvGates& gates, uint32_t element) {
-    const uint32_t heads = gates.heads, T = gates.T, token = element / heads, b = token / T;
-    return {b, token - b * T, element - token * heads};
-  }
-  __device__ __forceinline__ bool has(const ConvGates& gates, int k) const {
-    return first + static_cast<int64_t>(k) * step < gates.tokens * gates.heads;
-  }
-
-  __device__ __forceinline__ void load(const ConvGates& gates, uint32_t from, uint32_t between) {
-    first = from;
-    step = between;
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      if (!has(gates, k)) continue;
-      const auto [b, t, h] = place_of(gates, first + k * step);
-      if (gates.g.data != nullptr) {
-        raw[k].a = load_raw(gates.a, raw_offset(gates.a_strides, gates.a_group, b, t, h));
-        raw[k].A_log = load_raw(gates.A_log, offset_of(gates.A_log, h));
-        if (gates.dt_bias.data != nullptr) raw[k].dt_bias = load_raw(gates.dt_bias, offset_of(gates.dt_bias, h));
-      }
-      if (gates.beta.data != nullptr) {
-        raw[k].b = load_raw(gates.b, raw_offset(gates.b_strides, gates.b_group, b, t, h));
-      }
-    }
-  }
-  __device__ __forceinline__ void finish(const ConvGates& gates) const {
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      if (!has(gates, k)) continue;
-      const auto [b, t, h] = place_of(gates, first + k * step);
-      if (gates.g.data != nullptr) {
-        const float bias = gates.dt_bias.data == nullptr ? 0.0f : unpack(gates.dt_bias, raw[k].dt_bias);
-        const float rate = expf(unpack(gates.A_log, raw[k].A_log));
-        store<float>(gates.g, offset_of(gates.g, b, t, h), -rate * softplus(unpack(gates.a, raw[k].a) + bias));
-      }
-      if (gates.beta.data != nullptr) {
-        store<float>(gates.beta, offset_of(gates.beta, b, t, h), gates.range * sigmoid(unpack(gates.b, raw[k].b)));
-      }
-    }
-  }
-  // Those that are loaded, and all behind them.
-  __device__ __forceinline__ void finish_all(const ConvGates& gates) {
-    while (true) {
-      finish(gates);
-      if (!has(gates, kMost)) return;
-      load(gates, first + kMost * step, step);
-    }
-  }
-};
-
-// Block `block` of `blocks` that share the gates' elements.
+// Gates of all tokens by `blocks` blocks, of which this is `block`. A thread keeps its head, so that what belongs to a
+// head is read once, and reads kAtOnce tokens before it computes one, so that they wait for memory together. Numbers of
+// gates are below 2^32: reject_conv() sees to it.
+template <int kAtOnce>
 __device__ inline void finish_gates(const ConvGates& gates, uint32_t block, uint32_t blocks) {
-  GateElements<1> elements;
-  elements.load(gates, block * blockDim.x + threadIdx.x, blocks * blockDim.x);
-  elements.finish_all(gates);
+  const uint32_t heads = static_cast<uint32_t>(gates.heads), T = static_cast<uint32_t>(gates.T);
+  if (heads == 0) return;
+  const uint32_t wide = min(heads, static_cast<uint32_t>(blockDim.x)), of_block = blockDim.x / wide;
+  const uint32_t own = threadIdx.x / wide, step = blocks * of_block;
+  if (own >= of_block) return;
+  const bool has_g = gates.g.data != nullptr, has_beta = gates.beta.data != nullptr, one_row = gates.tokens == gates.T;
+  for (uint32_t h = threadIdx.x % wide; h < heads; h += wide) {
+    const auto raw_at = [&](const int64_t (&strides)[4], int64_t group) {
+      const uint32_t of_key = static_cast<uint32_t>(group);
+      return h / of_key * strides[2] + h % of_key * strides[3];
+    };
+    float rate = 0.0f, bias = 0.0f;
+    int64_t a_at = 0, b_at = 0;
+    if (has_g) {
+      a_at = raw_at(gates.a_strides, gates.a_group);
+      rate = -expf(unpack(gates.A_log, load_raw(gates.A_log, offset_of(gates.A_log, h))));
+      if (gates.dt_bias.data != nullptr) {
+        bias = unpack(gates.dt_bias, load_raw(gates.dt_bias, offset_of(gates.dt_bias, h)));
+      }
+    }
+    if (has_beta) b_at = raw_at(gates.b_strides, gates.b_group);
+#pragma unroll 1
+    for (int64_t first = block * of_block + own; first < gates.tokens; first += kAtOnce * static_cast<int64_t>(step)) {
+      uint32_t a[kAtOnce] = {}, b[kAtOnce] = {}, row[kAtOnce], token[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        // Past the last one it is that again: a condition would keep loads from being under way together.
+        const int64_t n = min(first + k * static_cast<int64_t>(step), gates.tokens - 1);
+        row[k] = one_row ? 0 : static_cast<uint32_t>(n) / T;
+        token[k] = static_cast<uint32_t>(n) - row[k] * T;
+        if (has_g) a[k] = load_raw(gates.a, row[k] * gates.a_strides[0] + token[k] * gates.a_strides[1] + a_at);
+        if (has_beta) b[k] = load_raw(gates.b, row[k] * gates.b_strides[0] + token[k] * gates.b_strides[1] + b_at);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k * static_cast<int64_t>(step) >= gates.tokens) continue;
+        if (has_g) {
+          float* g = static_cast<float*>(gates.g.data) + offset_of(gates.g, row[k], token[k], h);
+          *g = rate * softplus(unpack(gates.a, a[k]) + bias);
+        }
+        if (has_beta) {
+          float* beta = static_cast<float*>(gates.beta.data) + offset_of(gates.beta, row[k], token[k], h);
+          *beta = gates.range * sigmoid(unpack(gates.b, b[k]));
+        }
+      }
+    }
+  }
 }
 
 }  // namespace flash_qla::cuda

@@ -1,9 +1,9 @@
 // Path "cuda_layer", update.
-#include "cuda/layer/conv_update.cuh"
-
 #include <algorithm>
 
 #include "cuda/layer/conv_params.cuh"
+#include "cuda/layer/conv_step.cuh"
+#include "cuda/layer/conv_update.cuh"
 #include "cuda/layer/paths.h"
 
 namespace flash_qla {
@@ -29,29 +29,31 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream)
     for (const DeviceTensor* t : {&part.weight, &part.bias, &part.initial_state, &part.final_state, &part.y}) {
       is_short &= t->data == nullptr || t->dtype == part.x.dtype;
     }
-    is_step &= !part.l2norm && part.residual.data == nullptr;
-    for (const DeviceTensor* t : {&part.weight, &part.initial_state, &part.final_state}) {
-      is_step &= t->data == nullptr || t->quads;
-    }
+    is_step &= is_step_part(part, size_of(p.dtype));
   }
-  is_step &= is_short;
+  const bool overlaps = allows_overlap(args.options.device_index);
+  // In blocks of their own, which run beside the others: a step of one sequence waits for each access to memory.
+  const int64_t of_gates = ceil_div(p.B * p.T * p.gate_heads, kUpdateThreads);
+  if (is_step && is_short) {
+    const int64_t blocks_of_row = ceil_div(p.channels, kStepChannels * kUpdateThreads), blocks = p.N * blocks_of_row;
+    return with_dtype(p.dtype, [&](auto value) {
+      return launch_kernel("conv_step", conv_step_kernel<decltype(value)>, blocks + of_gates, kUpdateThreads, 0, stream,
+                           overlaps, params, static_cast<int32_t>(p.channels), static_cast<int32_t>(blocks_of_row),
+                           blocks);
+    });
+  }
   const bool is_narrow = most <= kUpdateChannels;
   const auto short_kernel = [&](auto value) {
     using T = decltype(value);
-    return is_step     ? conv_update_kernel<T, kStepChannels / 32, true>
-           : is_narrow ? conv_update_kernel<T, 4, false>
-                       : conv_update_kernel<T, 8, false>;
+    return is_narrow ? conv_update_kernel<T, 4> : conv_update_kernel<T, 8>;
   };
   const auto kernel = is_short                           ? with_dtype(p.dtype, short_kernel)
                       : is_narrow && p.W <= kShortWindow ? conv_update_any_kernel<4, kShortWindow>
                                                          : conv_update_any_kernel<8, FLASH_QLA_MAX_CONV_WIDTH>;
-  const int32_t units = is_step ? units_of<kStepChannels>(params.parts, params.num_parts)
-                                : units_of<kUpdateChannels>(params.parts, params.num_parts);
+  const int32_t units = units_of<kUpdateChannels>(params.parts, params.num_parts);
   const int64_t blocks = ceil_div(p.N * units, kUpdateThreads / 32);
-  // In blocks of their own, which run beside the others: a step of one sequence waits for each access to memory.
-  const int64_t of_gates = ceil_div(p.B * p.T * p.gate_heads, kUpdateThreads);
-  FLASH_QLA_RETURN_IF_ERROR(launch_kernel("conv_update", kernel, blocks + of_gates, kUpdateThreads, 0, stream,
-                                          allows_overlap(args.options.device_index), params, units, blocks));
+  FLASH_QLA_RETURN_IF_ERROR(launch_kernel("conv_update", kernel, blocks + of_gates, kUpdateThreads, 0, stream, overlaps,
+                                          params, units, blocks));
   if (!p.varlen) return Status();
   return launch("conv_zero_outside", conv_zero_outside_kernel, ceil_div(p.T * units, kUpdateThreads / 32),
                 kUpdateThreads, 0, stream, params, units);

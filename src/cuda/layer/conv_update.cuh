@@ -11,8 +11,7 @@ namespace flash_qla::cuda {
 
 constexpr int kUpdateThreads = 64;  // small blocks: one sequence of 8192 channels has 32 of them
 
-// Channels of a warp where no norm joins more: four of a lane, or two where that is all that a call asks for.
-constexpr int kUpdateChannels = 128, kStepChannels = 64;
+constexpr int kUpdateChannels = 128;  // of a warp where no norm joins more: four of a lane
 
 // A lane's channels.
 template <int kPer>
@@ -30,9 +29,8 @@ struct LaneChannels {
   }
 };
 
-// From u of a token to its output, which put(i, y) stores. exact: it is not rounded to 16 bits. kBare: neither norm nor
-// residual.
-template <bool kBare, int kPer, class Put>
+// From u of a token to its output, which put(i, y) stores. exact: it is not rounded to 16 bits.
+template <int kPer, class Put>
 __device__ __forceinline__ void finish_token(const ConvParams& p, const LaneChannels<kPer>& own, const ConvSpan& span,
                                              int64_t t, bool skip, bool exact, float (&u)[kPer], Put&& put) {
   const ConvPart& part = own.part;
@@ -42,7 +40,7 @@ __device__ __forceinline__ void finish_token(const ConvParams& p, const LaneChan
     if (p.silu) u[i] *= exact ? sigmoid_for<float>(u[i]) : sigmoid_for<__half>(u[i]);
     if (own.has(i)) sum = fmaf(u[i], u[i], sum);
   }
-  if (!kBare && part.l2norm) {
+  if (part.l2norm) {
     r = 1.0f / sqrtf((skip ? 0.0f : group_sum(sum, 32)) + static_cast<float>(kL2NormEps));
     if (part.inverse_norm.data != nullptr && own.lane == 0) {
       store<float>(part.inverse_norm, offset_of(part.inverse_norm, span.b, t, own.unit.head), r);
@@ -52,14 +50,12 @@ __device__ __forceinline__ void finish_token(const ConvParams& p, const LaneChan
   for (int i = 0; i < kPer; ++i) {
     if (!own.has(i)) continue;
     float y = skip ? 0.0f : u[i] * r;
-    if (!kBare && part.residual.data != nullptr && !skip)
-      y += load<float>(part.residual, own.offset(part.residual, span, t, i));
+    if (part.residual.data != nullptr && !skip) y += load<float>(part.residual, own.offset(part.residual, span, t, i));
     put(i, y);
   }
 }
 
-// Sequence and channels of a warp of conv_update, kMost where no norm joins more.
-template <int kMost>
+// Sequence and channels of a warp of conv_update.
 struct UpdateItem {
   int64_t n;
   ConvUnit unit;
@@ -67,7 +63,7 @@ struct UpdateItem {
   __device__ __forceinline__ UpdateItem(const ConvParams& p, int32_t units) {
     const uint32_t item = blockIdx.x * (kUpdateThreads / 32) + threadIdx.x / 32, row = item / units;
     n = row;
-    unit = unit_at<kMost>(p.parts, p.num_parts, static_cast<int>(item - row * units));
+    unit = unit_at<kUpdateChannels>(p.parts, p.num_parts, static_cast<int>(item - row * units));
   }
 };
 
@@ -89,8 +85,7 @@ __device__ __forceinline__ float float_of(uint32_t bits) {
 }
 
 // The last elements of a row, the last one last and zero in front of them. Bits alone: converting would wait for them.
-// kQuads: it is known that the layout allows one access.
-template <class T, bool kQuads>
+template <class T>
 struct ShortRow {
   uint32_t bits[sizeof(T)] = {};
 
@@ -98,7 +93,7 @@ struct ShortRow {
   static __device__ __forceinline__ RawQuad load(const DeviceTensor& t, int64_t offset, int64_t stride, int size) {
     RawQuad raw{};
     const BitsOf<T>* from = static_cast<const BitsOf<T>*>(t.data) + offset;
-    if (!(kQuads || t.quads)) {
+    if (!t.quads) {
 #pragma unroll
       for (int j = 0; j < kShortWindow; ++j) {
         if (j >= kShortWindow - size) raw.x[j] = from[(j - kShortWindow + size) * stride];
@@ -115,7 +110,7 @@ struct ShortRow {
   __device__ __forceinline__ void set(const DeviceTensor& t, const RawQuad& raw) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
-      bits[i] = sizeof(T) == 4 || kQuads || t.quads ? raw.x[i] : raw.x[2 * i % 4] | raw.x[2 * i % 4 + 1] << 16;
+      bits[i] = sizeof(T) == 4 || t.quads ? raw.x[i] : raw.x[2 * i % 4] | raw.x[2 * i % 4 + 1] << 16;
     }
   }
   __device__ __forceinline__ void append(uint32_t x) {
@@ -131,7 +126,7 @@ struct ShortRow {
   }
   __device__ __forceinline__ void store(const DeviceTensor& t, int64_t offset, int64_t stride, int size) const {
     BitsOf<T>* to = static_cast<BitsOf<T>*>(t.data) + offset;
-    if (!(kQuads || t.quads)) {
+    if (!t.quads) {
 #pragma unroll
       for (int j = 0; j < kShortWindow; ++j) {
         if (j >= kShortWindow - size) to[(j - kShortWindow + size) * stride] = static_cast<BitsOf<T>>((*this)[j]);
@@ -145,23 +140,21 @@ struct ShortRow {
 };
 
 // Every tensor is of T, weights and state have at most four entries, and the state's are the last inputs in order: they
-// stay in registers between load and store. kPer: channels of a lane. kStep: one token of each row, weights and states
-// are rows of four that are read at once, neither norm nor residual. A step of a model waits for the instructions of
-// this kernel, which are a third then.
-template <class T, int kPer, bool kStep>
+// stay in registers between load and store. kPer: channels of a lane.
+template <class T, int kPer>
 __global__ void __launch_bounds__(kUpdateThreads, 4)
     conv_update_kernel(const __grid_constant__ ConvParams p, int32_t units, int64_t blocks) {
   begin_after_predecessors();
-  if (blockIdx.x >= blocks) return finish_gates(p.gates, blockIdx.x - blocks, gridDim.x - blocks);
-  using Row = ShortRow<T, kStep>;
+  if (blockIdx.x >= blocks) return finish_gates<1>(p.gates, blockIdx.x - blocks, gridDim.x - blocks);
+  using Row = ShortRow<T>;
   const ConvSequences& s = p.sequences;
-  const UpdateItem<kStep ? kStepChannels : kUpdateChannels> item(p, units);
+  const UpdateItem item(p, units);
   if (item.n >= s.N) return;
   const ConvPart& part = p.parts[item.unit.part];
   const LaneChannels<kPer> own = {part, item.unit, static_cast<int>(threadIdx.x) % 32};
-  const ConvSpan span = kStep ? ConvSpan{item.n, item.n, 0, 1} : span_of(s, item.n);
+  const ConvSpan span = span_of(s, item.n);
   const DeviceTensor &weight = part.weight, &state = part.initial_state, &left = part.final_state;
-  const int length = kStep ? kShortWindow : static_cast<int>(s.L), width = kStep ? kShortWindow : p.width;
+  const int length = static_cast<int>(s.L), width = p.width;
   const auto load_x = [&](int64_t t, int i) -> uint32_t {
     return own.has(i) ? static_cast<const BitsOf<T>*>(part.x.data)[own.offset(part.x, span, t, i)] : 0;
   };
@@ -203,7 +196,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4)
         if (j >= kShortWindow - width) u[i] = fmaf(float_of<T>(w[i][j]), float_of<T>(window[i][j]), u[i]);
       }
     }
-    finish_token<kStep>(p, own, span, t, slots.read == kSkipRow, sizeof(T) == 4, u, [&](int i, float y) {
+    finish_token(p, own, span, t, slots.read == kSkipRow, sizeof(T) == 4, u, [&](int i, float y) {
       static_cast<T*>(part.y.data)[own.offset(part.y, span, t, i)] = static_cast<T>(y);
     });
   }
@@ -286,9 +279,9 @@ template <int kPer, int kWidth>
 __global__ void __launch_bounds__(kUpdateThreads, 4)
     conv_update_any_kernel(const __grid_constant__ ConvParams p, int32_t units, int64_t blocks) {
   begin_after_predecessors();
-  if (blockIdx.x >= blocks) return finish_gates(p.gates, blockIdx.x - blocks, gridDim.x - blocks);
+  if (blockIdx.x >= blocks) return finish_gates<1>(p.gates, blockIdx.x - blocks, gridDim.x - blocks);
   const ConvSequences& s = p.sequences;
-  const UpdateItem<kUpdateChannels> item(p, units);
+  const UpdateItem item(p, units);
   if (item.n >= s.N) return;
   const int width = p.width;
   const ConvPart& part = p.parts[item.unit.part];
@@ -327,8 +320,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 4)
 #pragma unroll
       for (int j = 0; j + 1 < kWidth; ++j) window[i][j] = window[i][j + 1];
     }
-    finish_token<false>(p, own, span, t, slots.read == kSkipRow, is_wide(part.x), u,
-                        [&](int i, float y) { store<float>(part.y, own.offset(part.y, span, t, i), y); });
+    finish_token(p, own, span, t, slots.read == kSkipRow, is_wide(part.x), u,
+                 [&](int i, float y) { store<float>(part.y, own.offset(part.y, span, t, i), y); });
   }
 }
 

@@ -97,9 +97,14 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
   });
 }
 
+// Sums that a part holds.
+int64_t sum_columns(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p) {
+  return present(args.dbias) ? 2 * p.V : p.V;
+}
+
 // How the backward is computed, and its scratch. The number of parts of the sums follows from shapes alone, so that
-// bits are the same on every GPU: of short rows a block each, as many as a large one holds at once. Without rows one
-// part leaves sums of zero.
+// bits are the same on every GPU: of short rows a block each, as many as a large one holds at once or some times more.
+// Without rows one part leaves sums of zero.
 struct BackwardPlan {
   bool short_rows;
   int64_t parts, step;  // step: rows of a part, of long ones
@@ -111,10 +116,12 @@ struct BackwardPlan {
     constexpr int64_t kMultiprocessors = 132;
     const int64_t at_once = (p.dtype == DType::kFloat32 ? kBackwardRows<float>
                                                         : kBackwardRows<__half>)*int64_t{kBackwardThreads >> lane_bits};
-    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kBackwardBlocks * kMultiprocessors)
+    const int64_t most =
+        std::clamp(ceil_div(p.rows, kBackwardRounds * at_once), kBackwardBlocks * kMultiprocessors, kMostParts);
+    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, most)
                        : std::max<int64_t>(1, ceil_div(p.rows, step));
     const bool wanted = present(args.dweight) || present(args.dbias);
-    sums = wanted ? workspace->take<float>(parts * 2 * p.V) : nullptr;
+    sums = wanted ? workspace->take<float>(parts * sum_columns(args, p)) : nullptr;
     rms = wanted && !short_rows ? workspace->take<float>(p.rows) : nullptr;
   }
 };
@@ -154,6 +161,7 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
   const BackwardPlan plan(args, p, params.lane_bits, &workspace);
   params.sums = plan.sums;
   params.parts = plan.parts;
+  params.sum_columns = static_cast<int32_t>(sum_columns(args, p));
   const bool overlaps = allows_overlap(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
@@ -165,8 +173,8 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
     });
   }));
   if (plan.sums == nullptr) return Status();
-  return launch_kernel("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kSumColumns), kSumThreads, 0, stream,
-                       overlaps, params);
+  return launch_kernel("norm_add_sums", norm_add_sums_kernel, ceil_div(sum_columns(args, p), kNormSumColumns),
+                       kSumThreads, 0, stream, overlaps, params);
 }
 
 }  // namespace

@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kNormThreads)
     dw = fmaf(d, row.before(v) * load<float>(p.inverse_rms, offset_of(p.inverse_rms, number)), dw);
     db += d;
   }
-  p.sums[part * 2 * p.V + v] = dw;
-  p.sums[part * 2 * p.V + p.V + v] = db;
+  p.sums[part * p.sum_columns + v] = dw;
+  if (p.sum_columns > p.V) p.sums[part * p.sum_columns + p.V + v] = db;
 }
 
 }  // namespace flash_qla::cuda

@@ -21,11 +21,12 @@ struct NormParams {
   DeviceTensor weight, bias;     // [V]
   DeviceTensor inverse_rms;      // [rows]
   DeviceTensor dweight, dbias;   // [V]
-  float* sums;                   // [parts, 2, V] parts of the sums over rows; NULL: not wanted
+  float* sums;                   // [parts, sum_columns] parts of the sums over rows; NULL: not wanted
   int64_t rows, parts;
   Divisor middle, inner;                   // extents of the dimensions in front of V, apart from the outermost
   float eps, per_value;                    // 1 / V
   int32_t V, lane_bits, gate_first, silu;  // a row has 2^lane_bits lanes
+  int32_t sum_columns;                     // V of dweight, and V more where there is dbias
 };
 static_assert(std::is_trivially_copyable_v<NormParams> && sizeof(NormParams) <= 4000);
 
@@ -52,8 +53,10 @@ __device__ __forceinline__ NormGate gate_of(bool gated, bool silu, float z) {
 }
 
 // Gradients of weight and bias from the parts of their sums.
+constexpr int kNormSumColumns = 8;  // there are few columns, and up to 1,024 parts
+
 __global__ void __launch_bounds__(kSumThreads) norm_add_sums_kernel(const __grid_constant__ NormParams p) {
-  add_parts(p.sums, p.parts, 2 * p.V, [&](int64_t column, double sum) {
+  add_parts<kNormSumColumns>(p.sums, p.parts, p.sum_columns, [&](int64_t column, double sum) {
     const DeviceTensor& out = column < p.V ? p.dweight : p.dbias;
     if (out.data != nullptr) store<double>(out, offset_of(out, column < p.V ? column : column - p.V), sum);
   });

@@ -6,28 +6,31 @@
 
 namespace flash_qla::cuda {
 
-// Threads of a block: 32 columns side by side, and 32 parts at a time. A column's hundreds of parts one behind the
-// other would wait for memory as often.
-constexpr int kSumColumns = 32, kSumParts = 32, kSumThreads = kSumColumns * kSumParts;
+constexpr int kSumThreads = 1024;
 
-// Calls put(column, sum) for each column of sums [parts, columns]. A block has kSumColumns of them.
-template <class Put>
+// Calls put(column, sum) for each column of sums [parts, columns]. A block has kColumns of them side by side, and as
+// many parts at a time as it has threads for: a column's hundreds of parts one behind the other would wait for memory
+// as often.
+template <int kColumns, class Put>
 __device__ inline void add_parts(const float* sums, int64_t parts, int64_t columns, Put&& put) {
   begin_after_predecessors();
-  __shared__ double s_sums[kSumParts][kSumColumns];
-  const int lane = static_cast<int>(threadIdx.x) % kSumColumns, first = static_cast<int>(threadIdx.x) / kSumColumns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kSumColumns + lane;
+  constexpr int kParts = kSumThreads / kColumns;
+  static_assert(kParts * kColumns == kSumThreads && (kParts & (kParts - 1)) == 0);
+  __shared__ double s_sums[kParts][kColumns];
+  const int lane = static_cast<int>(threadIdx.x) % kColumns, first = static_cast<int>(threadIdx.x) / kColumns;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane;
   double sum = 0.0;
   if (column < columns) {
 #pragma unroll 8
-    for (int64_t part = first; part < parts; part += kSumParts) sum += sums[part * columns + column];
+    for (int64_t part = first; part < parts; part += kParts) sum += sums[part * columns + column];
   }
   s_sums[first][lane] = sum;
-  __syncthreads();
-  if (first != 0 || column >= columns) return;
-#pragma unroll 8
-  for (int i = 1; i < kSumParts; ++i) sum += s_sums[i][lane];
-  put(column, sum);
+#pragma unroll
+  for (int half = kParts / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (first < half) s_sums[first][lane] += s_sums[first + half][lane];
+  }
+  if (first == 0 && column < columns) put(column, s_sums[0][lane]);
 }
 
 }  // namespace flash_qla::cuda
