@@ -11,8 +11,8 @@ from ._tools import explain
 FAST_PATHS = ("sm90", "sm80")
 
 # Where path sm80 takes calls: the compute capability that it was timed on beside fla's Triton kernels, and the fewest
-# and most dimensions of the rows of benchmarks/results/*_portable_forward.json, in all of which it has to be the faster
-# (a test looks). No other card was timed, fewer dimensions would be padded to 64, and its backward was timed alone.
+# and most dimensions of the rows of benchmarks/results/*_portable_forward.json and *_portable_backward.json, in all of
+# which it has to be the faster (a test looks). No other card was timed, and fewer dimensions would be padded to 64.
 SM80_CAPABILITY = (9, 0)
 SM80_DIMENSIONS = (64, 256)
 
@@ -70,18 +70,16 @@ def _ask(device_index: int, dtype: Any, K: int, V: int, needs_grad: bool) -> Opt
             reason = _slow_path(text, device_index, K, V)
             if reason is None and needs_grad:
                 text = explain(q, q, v, gate, gate, None, v, op="chunk_gated_delta_rule_bwd")
-                reason = _slow_path(text, device_index, K, V, backward=True)
+                reason = _slow_path(text, device_index, K, V)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return str(error)  # a refusal of ours, or torch has no such device (AssertionError: was built without CUDA)
     return reason
 
 
-def _slow_path(explanation: str, device_index: int, K: int, V: int, backward: bool = False) -> Optional[str]:
+def _slow_path(explanation: str, device_index: int, K: int, V: int) -> Optional[str]:
     """Why an explained call is not on a fast path: "path cuda_generic: sm90 needs K = V = 128"."""
     lines = (line.partition(": ") for line in explanation.splitlines())
     facts = {name: text for name, _, text in lines}
-    if facts["path"] == "sm80" and backward:
-        return "path sm80: its backward was not timed beside other packages"
     if facts["path"] == "sm80":
         return _slow_on_sm80(device_index, K, V)
     if facts["path"] in FAST_PATHS:
