@@ -226,4 +226,4 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   using T = std::common_type_t<A, B>;
   return T(a) < T(b) ? T(b) : T(a);
 }
-using std::exp, std::exp2, std::log, std::log1p, std::log2, std::sqrt, std::fabs, std::isnan, std::isinf;
+using std::exp, std::exp2, std::log, std::log1p, std::log2, std::sqrt, std::fabs, std::isnan, std::isinf, std::isfinite;

@@ -39,6 +39,11 @@ INSTANTIATE_TEST_SUITE_P(HeadDims, Sm80Backward, ::testing::ValuesIn(kSm80Dims),
   return "K" + std::to_string(info.param.K) + "V" + std::to_string(info.param.V);
 });
 
+TEST(Sm80Backward, Heads) {
+  Arena arena(kPieces);
+  EXPECT_EQ(test_sm80_backward_heads(settings_for(1), arena, kHostOracle), 0);
+}
+
 TEST(Sm80Backward, Invariance) {
   Arena arena(kPieces);
   EXPECT_EQ(test_sm80_backward_invariance(settings_for(1), arena), 0);
@@ -85,6 +90,11 @@ TEST(Sm80Backward, BitsDoNotDependOnTheCut) {
     check(std::to_string(multiprocessors) + " multiprocessors");
   }
   cuda_emulation::settings().multiprocessors = multiprocessors_before;
+  // Nor do other gradients depend on that of the initial state being wanted.
+  BackwardCall without = drawn;
+  without.dh0 = Buffer();
+  checker.run("without dh0", without, "sm80");
+  check_same(checker, "without dh0", without, first);
   cuda::sm80::most_scratch = 1;
   check("heads in groups");
   cuda::sm80::most_scratch = scratch_before;

@@ -130,6 +130,12 @@ class Ring {
   __device__ __forceinline__ uint32_t stage() const {
     return barriers_ + Traits<64>::kStagesAt + (place_ >> 1) * static_cast<uint32_t>(stage_bytes_);
   }
+  // Of as many steps ago, up to the number of stages.
+  __device__ __forceinline__ uint32_t stage_before(int steps) const {
+    const int place = static_cast<int>(place_ >> 1) - steps;
+    return barriers_ +
+           static_cast<uint32_t>(Traits<64>::kStagesAt + (place < 0 ? place + stages_ : place) * stage_bytes_);
+  }
   // Where step `number` is in a ring of two stages.
   __device__ __forceinline__ void set_of_two(int number) {
     place_ = static_cast<uint32_t>((number & 1) * 2 + (number >> 1 & 1));

@@ -57,6 +57,17 @@ __device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
   }
   if (p.dh0.data != nullptr) {
     const Place& block = place_of_block();
+    if constexpr (!Range<T>::kNarrow) {  // fp16 rounds no more than a product in TF32
+      // The stages of the first chunk's steps hold what they held: nothing is loaded any more.
+      float since_start = 1.f;
+#pragma unroll 1
+      for (int i = 0; i < kStepsPerChunk && i * kStep < block.part.length; ++i) {
+        const uint32_t stage = ring.stage_before(i + 1);
+        const ThisStep step(stage, stage + values_at, lane);
+        step.add_rest(state, since_start);
+        since_start *= step.decay();
+      }
+    }
     store_state(state, p.dh0, block.part.n, strip_place(p.forward));
   }
 }

@@ -81,8 +81,11 @@ class ReverseStep {
     // Without it ptxas brings the loads of dO forward over the products, and with 256 keys it spills for them.
     if (kKeys == 256) __syncwarp();
     PackedTokens scaled;
-    of_d_o = scale_d_o(scaled);
-    state.scale(load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down() * of_d_o.up());
+    {
+      Tokens scaled_sums;
+      of_d_o = scale_d_o(scaled_sums, scaled);
+    }
+    state.scale(decay() * of_state.down() * of_d_o.up());
     Blocks blocks;
     blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);
 #pragma unroll
@@ -126,6 +129,29 @@ class ReverseStep {
     if (Range<T>::kNarrow) state.scale(range.down());
   }
 
+  // dS += factor Q^T R, R being what rounding has left of diag(scale gamma) dO. Nothing is left of what is not finite.
+  __device__ __forceinline__ void add_rest(State& state, float factor) const {
+    static_assert(!Range<T>::kNarrow);
+    Tokens rest;
+    PackedTokens packed;
+    scale_d_o(rest, packed);
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 kept = unpack2<T>(packed.x[i / 2][i % 2 * 2 + e / 2]);
+        const float left = factor * (rest.x[i][e] - (e % 2 == 0 ? kept.x : kept.y));
+        rest.x[i][e] = isfinite(left) ? left : 0.f;
+      }
+    }
+    pack<T>(rest, packed);
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) add_rows(state, packed.x[pair], Tr::kQueriesAt, pair);
+  }
+
+  // e^c at the step's end.
+  __device__ __forceinline__ float decay() const { return load_shared_f1(record_at(offsetof(ReverseRecord, decay))); }
+
   // Rounded in the range that is returned; the sums are left in it.
   template <int kTiles>
   static __device__ __forceinline__ Range<T> pack_in_range(Sums<kTiles>& sums, Packed<kTiles>& packed) {
@@ -136,9 +162,8 @@ class ReverseStep {
   }
 
  private:
-  // scale gamma dO, rounded in the range that is returned.
-  __device__ __forceinline__ Range<T> scale_d_o(PackedTokens& scaled) const {
-    Tokens sums;
+  // scale gamma dO in the range that is returned, and rounded.
+  __device__ __forceinline__ Range<T> scale_d_o(Tokens& sums, PackedTokens& scaled) const {
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
       uint32_t d_o[4];
