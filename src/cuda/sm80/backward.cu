@@ -55,7 +55,7 @@ class HeadsBackward {
     dv_ = copy(whole.dv, false, p.Hv, p.V, kStoreGrain);
 
     const int64_t items = p.chunk_bound * p.Hv;
-    const int64_t columns = ceil_div(p.V, kStrip) * kStrip;
+    const int64_t columns = padded_values(p.V);
     records_ = workspace->take<StepRecord>(items * kStepsPerChunk);
     reverse_records_ = workspace->take<ReverseRecord>(items * kStepsPerChunk);
     gates_ = workspace->take<ChunkGates>(items);
@@ -131,8 +131,7 @@ class HeadsBackward {
   }
 
   Status run_gradients(cudaStream_t stream) const {
-    GradientsParams params{};
-    params.sequences = sequences_;
+    auto params = params_of<GradientsParams>(p_, sequences_);
     params.q = q_.rows(p_, args_.q);
     params.k = k_.rows(p_, args_.k);
     params.d_o = d_o_.rows(p_, args_.d_o);
@@ -149,18 +148,14 @@ class HeadsBackward {
     params.dk_parts = dk_parts_;
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
-    params.scale = static_cast<float>(p_.scale);
-    set_sizes(p_, &params);
-    params.Hq = static_cast<int32_t>(p_.Hq);
-    params.value_blocks = static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8);
+    params.value_blocks = static_cast<int32_t>(padded_values(p_.V) / 8);
     params.starts_from_zero = !present(args_.initial_state);
     return kernels_.gradients(params, p_.chunk_bound * p_.Hq, stream);
   }
 
   Status run_last_tokens(cudaStream_t stream) const {
     const bool v_first = args_.options.state_v_first != 0;
-    LastTokensParams params{};
-    params.sequences = sequences_;
+    auto params = params_of<LastTokensParams>(p_, sequences_);
     params.q = q_.used() ? q_.tensor(p_) : device_tensor(args_.q);
     params.k = k_.used() ? k_.tensor(p_) : device_tensor(args_.k);
     params.v = device_tensor(args_.v);
@@ -168,14 +163,11 @@ class HeadsBackward {
     params.gates = device_gates(args_, args_.g_is_cumsum != 0);
     params.initial_state = device_states(args_.initial_state, v_first);
     params.dht = device_states(args_.dht, v_first);
-    params.states = {reinterpret_cast<const uint16_t*>(states_),
-                     static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8), padded_keys(p_.K) / 8};
+    params.states = {reinterpret_cast<const uint16_t*>(states_), static_cast<int32_t>(padded_values(p_.V) / 8),
+                     padded_keys(p_.K) / 8};
     params.scratch = last_tokens_;
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
-    params.scale = static_cast<float>(p_.scale);
-    set_sizes(p_, &params);
-    params.V = static_cast<int32_t>(p_.V);
     params.type = static_cast<int32_t>(p_.dtype);
     params.exact_short = has_exact_short(args_.options, p_);
     return launch_last_tokens(p_, params, stream);

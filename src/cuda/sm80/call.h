@@ -11,18 +11,12 @@
 namespace flash_qla::cuda::sm80 {
 
 inline const Kernels& kernels_for(DType type, int64_t K) {
-  switch (padded_keys(K)) {
-    case 64:
-      return kernels_of<64>(type);
-    case 96:
-      return kernels_of<96>(type);
-    case 128:
-      return kernels_of<128>(type);
-    case 192:
-      return kernels_of<192>(type);
-    default:
-      return kernels_of<256>(type);
-  }
+  const int keys = padded_keys(K);
+  return keys == 64    ? kernels_of<64>(type)
+         : keys == 96  ? kernels_of<96>(type)
+         : keys == 128 ? kernels_of<128>(type)
+         : keys == 192 ? kernels_of<192>(type)
+                       : kernels_of<256>(type);
 }
 
 // Why a call of either direction is not taken; empty: it may be.
@@ -93,23 +87,26 @@ struct RowCopy {
 
 // ---- parameters that both directions fill alike
 
+// What a kernel wants to know of the call.
 template <class Params>
-void set_sizes(const Problem& p, Params* params) {
-  params->K = static_cast<int32_t>(p.K);
-  params->Hv = static_cast<int32_t>(p.Hv);
-  params->group = static_cast<int32_t>(p.group);
+Params params_of(const Problem& p, const SequenceTable& sequences) {
+  Params params{};
+  params.sequences = sequences;
+  params.K = static_cast<int32_t>(p.K);
+  params.Hv = static_cast<int32_t>(p.Hv);
+  params.group = static_cast<int32_t>(p.group);
+  if constexpr (requires { params.V; }) params.V = static_cast<int32_t>(p.V);
+  if constexpr (requires { params.Hq; }) params.Hq = static_cast<int32_t>(p.Hq);
+  if constexpr (requires { params.scale; }) params.scale = static_cast<float>(p.scale);
+  return params;
 }
 
 // Of `prepare`, but for rows and outputs. prepare_blocks(): of a call's chunks, or of as many parts.
 inline PrepareParams prepare_params(const Problem& p, const SequenceTable& sequences, const Gates& gates,
                                     StepRecord* records, int multiprocessors) {
-  PrepareParams params{};
-  params.sequences = sequences;
+  auto params = params_of<PrepareParams>(p, sequences);
   params.gates = gates;
   params.records = records;
-  params.scale = static_cast<float>(p.scale);
-  set_sizes(p, &params);
-  params.Hq = static_cast<int32_t>(p.Hq);
   params.heads_per_block = static_cast<int32_t>(prepared_heads(p.chunk_bound, p.Hq, p.group, multiprocessors));
   return params;
 }
@@ -120,7 +117,7 @@ inline int64_t prepare_blocks(const PrepareParams& params, int64_t chunks) {
 // [rows, Hv] states that kernels leave for each other: fp32, keys beside each other and padded as the kernels have
 // them, values to whole strips.
 inline DeviceStates take_padded_states(const Problem& p, int64_t rows, int64_t values, Workspace* workspace) {
-  const int64_t keys = padded_keys(p.K), state = ceil_div(values, kStrip) * kStrip * keys;
+  const int64_t keys = padded_keys(p.K), state = padded_values(values) * keys;
   return {workspace->take<float>(rows * p.Hv * state), p.Hv * state, state, 1, keys, rows,
           static_cast<int32_t>(DType::kFloat32)};
 }
@@ -128,11 +125,8 @@ inline DeviceStates take_padded_states(const Problem& p, int64_t rows, int64_t v
 // Of the forward pass, over whole sequences from zero.
 inline ForwardParams forward_params(const Problem& p, const SequenceTable& sequences, const StepRecord* records,
                                     int strips) {
-  ForwardParams params{};
-  params.sequences = sequences;
+  auto params = params_of<ForwardParams>(p, sequences);
   params.records = records;
-  set_sizes(p, &params);
-  params.V = static_cast<int32_t>(p.V);
   params.strips = strips;
   params.blocks_per_head = static_cast<int32_t>(ceil_div(p.V, strips * kStrip));
   params.first_transition = INT64_MAX;
