@@ -44,15 +44,11 @@ class HeadsBackward {
     }
     sequences_ = take_sequences(p, workspace);
     normalizes_ = args.options.use_qk_l2norm_in_kernel != 0;
-    const auto copy = [&](const Tensor& t, bool always, int64_t heads, int64_t size, int64_t grain) {
-      const bool needed = always || t.dtype != args.q.dtype || !rows_fit(t, grain);
-      return present(t) && needed ? RowCopy(p, heads, size, grain, workspace) : RowCopy();
-    };
-    q_ = copy(whole.q, normalizes_, p.Hq, p.K, kCopyGrain);
-    k_ = copy(whole.k, normalizes_, p.Hq, p.K, kCopyGrain);
-    v_ = copy(whole.v, false, p.Hv, p.V, kCopyGrain);
-    d_o_ = copy(whole.d_o, false, p.Hv, p.V, kCopyGrain);
-    dv_ = copy(whole.dv, false, p.Hv, p.V, kStoreGrain);
+    q_ = RowCopy(p, whole.q, normalizes_, p.Hq, kCopyGrain, workspace);
+    k_ = RowCopy(p, whole.k, normalizes_, p.Hq, kCopyGrain, workspace);
+    v_ = RowCopy(p, whole.v, false, p.Hv, kCopyGrain, workspace);
+    d_o_ = RowCopy(p, whole.d_o, false, p.Hv, kCopyGrain, workspace);
+    dv_ = RowCopy(p, whole.dv, false, p.Hv, kStoreGrain, workspace);
 
     const int64_t items = p.chunk_bound * p.Hv;
     const int64_t columns = padded_values(p.V);
@@ -63,7 +59,7 @@ class HeadsBackward {
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
     const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
     const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
-      if (!by_parts) *rows = copy(t, false, p.Hq, p.K, kPairGrain);
+      if (!by_parts) *rows = RowCopy(p, t, false, p.Hq, kPairGrain, workspace);
       if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
     };
     take_rows(whole.dq, &dq_, &dq_parts_);

@@ -51,14 +51,19 @@ inline Rows rows_of(const Tensor& t) {
   return {t.data, t.stride[0], t.stride[1], t.stride[2], static_cast<int32_t>(t.shape[3] / kCopyGrain)};
 }
 
-// A [B, T, heads, size] copy of 16-bit elements in the workspace, in rows of `row` elements; or none.
+// A [B, T, heads, size] copy of 16-bit elements in the workspace, in rows of `row` elements; or none, where the kernels
+// read or write the caller's tensor.
 struct RowCopy {
   uint16_t* data = nullptr;
   int64_t heads = 0, size = 0, row = 0;
 
   RowCopy() = default;
-  RowCopy(const Problem& p, int64_t of_heads, int64_t of_size, int64_t grain, Workspace* workspace)
-      : heads(of_heads), size(of_size), row(ceil_div(of_size, grain) * grain) {
+  // Of `t` where its rows do not suit, or `always`. `of_heads`: those that are computed together.
+  RowCopy(const Problem& p, const Tensor& t, bool always, int64_t of_heads, int64_t grain, Workspace* workspace) {
+    if (!present(t) || (!always && dtype(t) == p.dtype && rows_fit(t, grain))) return;
+    heads = of_heads;
+    size = t.shape[3];
+    row = ceil_div(size, grain) * grain;
     data = workspace->take<uint16_t>(p.B * p.T * heads * row);
   }
   bool used() const { return row > 0; }
