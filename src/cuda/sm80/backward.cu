@@ -44,18 +44,14 @@ class HeadsBackward {
     }
     sequences_ = take_sequences(p, workspace);
     normalizes_ = args.options.use_qk_l2norm_in_kernel != 0;
-    const auto copy = [&](const Tensor& t, bool always, int64_t heads, int64_t size, int64_t grain) {
-      const bool needed = always || t.dtype != args.q.dtype || !rows_fit(t, grain);
-      return present(t) && needed ? RowCopy(p, heads, size, grain, workspace) : RowCopy();
-    };
-    q_ = copy(whole.q, normalizes_, p.Hq, p.K, kCopyGrain);
-    k_ = copy(whole.k, normalizes_, p.Hq, p.K, kCopyGrain);
-    v_ = copy(whole.v, false, p.Hv, p.V, kCopyGrain);
-    d_o_ = copy(whole.d_o, false, p.Hv, p.V, kCopyGrain);
-    dv_ = copy(whole.dv, false, p.Hv, p.V, kStoreGrain);
+    q_ = RowCopy(p, whole.q, normalizes_, p.Hq, kCopyGrain, workspace);
+    k_ = RowCopy(p, whole.k, normalizes_, p.Hq, kCopyGrain, workspace);
+    v_ = RowCopy(p, whole.v, false, p.Hv, kCopyGrain, workspace);
+    d_o_ = RowCopy(p, whole.d_o, false, p.Hv, kCopyGrain, workspace);
+    dv_ = RowCopy(p, whole.dv, false, p.Hv, kStoreGrain, workspace);
 
     const int64_t items = p.chunk_bound * p.Hv;
-    const int64_t columns = ceil_div(p.V, kStrip) * kStrip;
+    const int64_t columns = padded_values(p.V);
     records_ = workspace->take<StepRecord>(items * kStepsPerChunk);
     reverse_records_ = workspace->take<ReverseRecord>(items * kStepsPerChunk);
     gates_ = workspace->take<ChunkGates>(items);
@@ -63,7 +59,7 @@ class HeadsBackward {
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
     const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
     const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
-      if (!by_parts) *rows = copy(t, false, p.Hq, p.K, kPairGrain);
+      if (!by_parts) *rows = RowCopy(p, t, false, p.Hq, kPairGrain, workspace);
       if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
     };
     take_rows(whole.dq, &dq_, &dq_parts_);
@@ -131,8 +127,7 @@ class HeadsBackward {
   }
 
   Status run_gradients(cudaStream_t stream) const {
-    GradientsParams params{};
-    params.sequences = sequences_;
+    auto params = params_of<GradientsParams>(p_, sequences_);
     params.q = q_.rows(p_, args_.q);
     params.k = k_.rows(p_, args_.k);
     params.d_o = d_o_.rows(p_, args_.d_o);
@@ -149,18 +144,14 @@ class HeadsBackward {
     params.dk_parts = dk_parts_;
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
-    params.scale = static_cast<float>(p_.scale);
-    set_sizes(p_, &params);
-    params.Hq = static_cast<int32_t>(p_.Hq);
-    params.value_blocks = static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8);
+    params.value_blocks = static_cast<int32_t>(padded_values(p_.V) / 8);
     params.starts_from_zero = !present(args_.initial_state);
     return kernels_.gradients(params, p_.chunk_bound * p_.Hq, stream);
   }
 
   Status run_last_tokens(cudaStream_t stream) const {
     const bool v_first = args_.options.state_v_first != 0;
-    LastTokensParams params{};
-    params.sequences = sequences_;
+    auto params = params_of<LastTokensParams>(p_, sequences_);
     params.q = q_.used() ? q_.tensor(p_) : device_tensor(args_.q);
     params.k = k_.used() ? k_.tensor(p_) : device_tensor(args_.k);
     params.v = device_tensor(args_.v);
@@ -168,14 +159,11 @@ class HeadsBackward {
     params.gates = device_gates(args_, args_.g_is_cumsum != 0);
     params.initial_state = device_states(args_.initial_state, v_first);
     params.dht = device_states(args_.dht, v_first);
-    params.states = {reinterpret_cast<const uint16_t*>(states_),
-                     static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8), padded_keys(p_.K) / 8};
+    params.states = {reinterpret_cast<const uint16_t*>(states_), static_cast<int32_t>(padded_values(p_.V) / 8),
+                     padded_keys(p_.K) / 8};
     params.scratch = last_tokens_;
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
-    params.scale = static_cast<float>(p_.scale);
-    set_sizes(p_, &params);
-    params.V = static_cast<int32_t>(p_.V);
     params.type = static_cast<int32_t>(p_.dtype);
     params.exact_short = has_exact_short(args_.options, p_);
     return launch_last_tokens(p_, params, stream);

@@ -11,18 +11,12 @@
 namespace flash_qla::cuda::sm80 {
 
 inline const Kernels& kernels_for(DType type, int64_t K) {
-  switch (padded_keys(K)) {
-    case 64:
-      return kernels_of<64>(type);
-    case 96:
-      return kernels_of<96>(type);
-    case 128:
-      return kernels_of<128>(type);
-    case 192:
-      return kernels_of<192>(type);
-    default:
-      return kernels_of<256>(type);
-  }
+  const int keys = padded_keys(K);
+  return keys == 64    ? kernels_of<64>(type)
+         : keys == 96  ? kernels_of<96>(type)
+         : keys == 128 ? kernels_of<128>(type)
+         : keys == 192 ? kernels_of<192>(type)
+                       : kernels_of<256>(type);
 }
 
 // Why a call of either direction is not taken; empty: it may be.
@@ -57,14 +51,19 @@ inline Rows rows_of(const Tensor& t) {
   return {t.data, t.stride[0], t.stride[1], t.stride[2], static_cast<int32_t>(t.shape[3] / kCopyGrain)};
 }
 
-// A [B, T, heads, size] copy of 16-bit elements in the workspace, in rows of `row` elements; or none.
+// A [B, T, heads, size] copy of 16-bit elements in the workspace, in rows of `row` elements; or none, where the kernels
+// read or write the caller's tensor.
 struct RowCopy {
   uint16_t* data = nullptr;
   int64_t heads = 0, size = 0, row = 0;
 
   RowCopy() = default;
-  RowCopy(const Problem& p, int64_t of_heads, int64_t of_size, int64_t grain, Workspace* workspace)
-      : heads(of_heads), size(of_size), row(ceil_div(of_size, grain) * grain) {
+  // Of `t` where its rows do not suit, or `always`. `of_heads`: those that are computed together.
+  RowCopy(const Problem& p, const Tensor& t, bool always, int64_t of_heads, int64_t grain, Workspace* workspace) {
+    if (!present(t) || (!always && dtype(t) == p.dtype && rows_fit(t, grain))) return;
+    heads = of_heads;
+    size = t.shape[3];
+    row = ceil_div(size, grain) * grain;
     data = workspace->take<uint16_t>(p.B * p.T * heads * row);
   }
   bool used() const { return row > 0; }
@@ -93,23 +92,26 @@ struct RowCopy {
 
 // ---- parameters that both directions fill alike
 
+// What a kernel wants to know of the call.
 template <class Params>
-void set_sizes(const Problem& p, Params* params) {
-  params->K = static_cast<int32_t>(p.K);
-  params->Hv = static_cast<int32_t>(p.Hv);
-  params->group = static_cast<int32_t>(p.group);
+Params params_of(const Problem& p, const SequenceTable& sequences) {
+  Params params{};
+  params.sequences = sequences;
+  params.K = static_cast<int32_t>(p.K);
+  params.Hv = static_cast<int32_t>(p.Hv);
+  params.group = static_cast<int32_t>(p.group);
+  if constexpr (requires { params.V; }) params.V = static_cast<int32_t>(p.V);
+  if constexpr (requires { params.Hq; }) params.Hq = static_cast<int32_t>(p.Hq);
+  if constexpr (requires { params.scale; }) params.scale = static_cast<float>(p.scale);
+  return params;
 }
 
 // Of `prepare`, but for rows and outputs. prepare_blocks(): of a call's chunks, or of as many parts.
 inline PrepareParams prepare_params(const Problem& p, const SequenceTable& sequences, const Gates& gates,
                                     StepRecord* records, int multiprocessors) {
-  PrepareParams params{};
-  params.sequences = sequences;
+  auto params = params_of<PrepareParams>(p, sequences);
   params.gates = gates;
   params.records = records;
-  params.scale = static_cast<float>(p.scale);
-  set_sizes(p, &params);
-  params.Hq = static_cast<int32_t>(p.Hq);
   params.heads_per_block = static_cast<int32_t>(prepared_heads(p.chunk_bound, p.Hq, p.group, multiprocessors));
   return params;
 }
@@ -120,7 +122,7 @@ inline int64_t prepare_blocks(const PrepareParams& params, int64_t chunks) {
 // [rows, Hv] states that kernels leave for each other: fp32, keys beside each other and padded as the kernels have
 // them, values to whole strips.
 inline DeviceStates take_padded_states(const Problem& p, int64_t rows, int64_t values, Workspace* workspace) {
-  const int64_t keys = padded_keys(p.K), state = ceil_div(values, kStrip) * kStrip * keys;
+  const int64_t keys = padded_keys(p.K), state = padded_values(values) * keys;
   return {workspace->take<float>(rows * p.Hv * state), p.Hv * state, state, 1, keys, rows,
           static_cast<int32_t>(DType::kFloat32)};
 }
@@ -128,11 +130,8 @@ inline DeviceStates take_padded_states(const Problem& p, int64_t rows, int64_t v
 // Of the forward pass, over whole sequences from zero.
 inline ForwardParams forward_params(const Problem& p, const SequenceTable& sequences, const StepRecord* records,
                                     int strips) {
-  ForwardParams params{};
-  params.sequences = sequences;
+  auto params = params_of<ForwardParams>(p, sequences);
   params.records = records;
-  set_sizes(p, &params);
-  params.V = static_cast<int32_t>(p.V);
   params.strips = strips;
   params.blocks_per_head = static_cast<int32_t>(ceil_div(p.V, strips * kStrip));
   params.first_transition = INT64_MAX;

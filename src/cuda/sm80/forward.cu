@@ -38,10 +38,10 @@ class Call {
       transitions_ = take_padded_states(p, split_.rows, padded_keys(p.K), workspace);
     }
     listed_ = take_listed(args, p, workspace);
-    if (normalizes_ || !rows_fit(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
-    if (normalizes_ || !rows_fit(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
-    if (!rows_fit(args.v, kCopyGrain)) v_ = RowCopy(p, p.Hv, p.V, kCopyGrain, workspace);
-    if (!rows_fit(args.o, kStoreGrain)) o_ = RowCopy(p, p.Hv, p.V, kStoreGrain, workspace);
+    q_ = RowCopy(p, args.q, normalizes_, p.Hq, kCopyGrain, workspace);
+    k_ = RowCopy(p, args.k, normalizes_, p.Hq, kCopyGrain, workspace);
+    v_ = RowCopy(p, args.v, false, p.Hv, kCopyGrain, workspace);
+    o_ = RowCopy(p, args.o, false, p.Hv, kStoreGrain, workspace);
   }
 
   static size_t workspace_size(const Arguments& args, const Problem& p) {

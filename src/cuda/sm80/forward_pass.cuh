@@ -154,7 +154,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-    if (kNumbersAnew<kKeys>) make_opaque(thread);
+    if (kNumbersAnew<kKeys>) recompute_from(thread);
     if (kTwoStages) ring.set_of_two(number);
     const int lane = thread % 32;
     ring.wait_full();

@@ -85,7 +85,7 @@ class Gradients {
         }
         cp_async_wait<1>();
         __syncthreads();
-        make_opaque(lane_);
+        recompute_from(lane_);
         add_slice(stage(parity), of_q, plus, minus, by_d_o, by_d_error, of_states);
         __syncthreads();
       }
@@ -142,7 +142,7 @@ class Gradients {
   __device__ __forceinline__ void load_values(int member, int values, int parity) const {
     constexpr int kThreads = kGradientsThreads / 2;
     int thread = threadIdx.x;
-    make_opaque(thread);
+    recompute_from(thread);
     const bool of_tokens = thread < kThreads;
     thread %= kThreads;
     const uint32_t to = stage(parity) + static_cast<uint32_t>(thread) * 16;
@@ -288,13 +288,10 @@ class Gradients {
         }
         const uint32_t at =
             static_cast<uint32_t>(((2 * strip() + r) * kChunkBlocks + first_column() + tile) * kBlockBytes + lane_ * 4);
-        store_shared(to + at, pack2<T>(score[0], score[1]));
-        store_shared(to + Tr::kScoresBytes + at, pack2<T>(correction[0], correction[1]));
+        store_shared_f1(to + at, __uint_as_float(pack2<T>(score[0], score[1])));
+        store_shared_f1(to + Tr::kScoresBytes + at, __uint_as_float(pack2<T>(correction[0], correction[1])));
       }
     }
-  }
-  static __device__ __forceinline__ void store_shared(uint32_t at, uint32_t x) {
-    store_shared_f1(at, __uint_as_float(x));
   }
 
   // The factors of rows, on sums over all values.
@@ -464,7 +461,7 @@ class Gradients {
   }
   // The lane's part of <row i of keys or queries, row r of the sums>.
   __device__ __forceinline__ float dot(uint32_t rows, int i, int r, const Keys& sums) const {
-    make_opaque(i);
+    recompute_from(i);
     float sum = 0.f;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

@@ -23,7 +23,7 @@ __device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
   bool at_end = true;  // of a chunk
   for (int number = static_cast<int>(ceil_div(part.length, kStep)) - 1; number >= 0; --number) {
     const int chunk = number / kStepsPerChunk;
-    make_opaque(lane);
+    recompute_from(lane);
     Packed<Tr::kKeyTiles> packed;
     if (at_end && p.gradients != nullptr) {
       pack<T>(state, packed);

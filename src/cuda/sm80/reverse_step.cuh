@@ -80,11 +80,9 @@ class ReverseStep {
     }
     // Without it ptxas brings the loads of dO forward over the products, and with 256 keys it spills for them.
     if (kKeys == 256) __syncwarp();
+    Tokens scaled_sums;
     PackedTokens scaled;
-    {
-      Tokens scaled_sums;
-      of_d_o = scale_d_o(scaled_sums, scaled);
-    }
+    of_d_o = scale_d_o(scaled_sums, scaled);
     state.scale(decay() * of_state.down() * of_d_o.up());
     Blocks blocks;
     blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);

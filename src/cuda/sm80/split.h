@@ -4,12 +4,7 @@
 #pragma once
 
 #include "core/problem.h"
-
-#ifdef __CUDACC__
-#define FLASH_QLA_HOST_DEVICE __host__ __device__
-#else
-#define FLASH_QLA_HOST_DEVICE
-#endif
+#include "cuda/common/host_device.h"
 
 namespace flash_qla::cuda::sm80 {
 

@@ -98,7 +98,7 @@ class OutputRows {
     at_ = const_cast<uint16_t*>(o) + (row + first) * stride + column;
     // A lane whose columns are past the row's end has no tokens.
     count_ = column < columns && row < count ? count - row : 0;
-    make_opaque(count_);  // made once
+    recompute_from(count_);  // made once
   }
   // The next 8 kTiles tokens, from `first` on.
   template <int kTiles>
@@ -121,7 +121,7 @@ class OutputRows {
       store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < static_cast<uint32_t>(count_), at_,
                          odd ? make_uint2(got, high) : make_uint2(low, got));
       at_ += 8 * stride_;
-      make_opaque(at_);  // multiples of the stride are not kept in registers
+      recompute_from(at_);  // multiples of the stride are not kept in registers
     }
   }
   // A pass for its states alone leaves nothing of its errors.

@@ -1,6 +1,7 @@
 // Tiles of rows of keys or queries in shared memory, and a warp's fragments of them for mma.m16n8k16.
 #pragma once
 
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mma.cuh"
@@ -9,15 +10,6 @@
 #include "cuda/sm80/traits.h"
 
 namespace flash_qla::cuda::sm80 {
-
-// What is computed from x behind this is computed where it stands: moved in front of a loop it would take registers
-// from the state.
-__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void make_opaque(int64_t& x) { asm volatile("" : "+l"(x)); }
-template <class T>
-__device__ __forceinline__ void make_opaque(T*& x) {
-  asm volatile("" : "+l"(x));
-}
 
 // A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
 // banks. Rows of 192 bytes (96 keys) shift by half of the banks from row to row: two bits of every second row are
@@ -36,8 +28,7 @@ __device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
 //   kRightOperand  rows 0-7 left, rows 0-7 right, rows 8-15 left, rows 8-15 right. Plain: the right operands of two
 //                  products whose columns are rows of the tile
 //   kLeftOperand   rows 0-7 left, rows 8-15 left, rows 0-7 right, rows 8-15 right. Plain: a left operand; transposed:
-//   the
-//                  right operands of two products that sum over rows of the tile
+//                  the right operands of two products that sum over rows of the tile
 enum class Order { kRightOperand, kLeftOperand };
 
 template <int kKeys>

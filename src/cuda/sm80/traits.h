@@ -92,4 +92,7 @@ struct Traits {
 // The smallest of the compiled dimensions that holds K keys.
 constexpr int padded_keys(int64_t K) { return K <= 64 ? 64 : K <= 96 ? 96 : K <= 128 ? 128 : K <= 192 ? 192 : 256; }
 
+// Whole strips.
+constexpr int64_t padded_values(int64_t V) { return ceil_div(V, kStrip) * kStrip; }
+
 }  // namespace flash_qla::cuda::sm80

@@ -2,6 +2,8 @@
 // CPU.
 #pragma once
 
+#include <algorithm>
+
 #include "sm80_tests.cuh"
 
 namespace flash_qla::testing {

@@ -5,13 +5,13 @@
 #include <cuda_fp16.h>
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/sm90/chunk_bwd/args.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
-#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/sm90/chunk_fwd/args.h"
-#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/device.cuh"
 #include "cuda/sm90/common/gate_vectors.cuh"
 #include "cuda/sm90/common/trait_queries.h"

@@ -23,6 +23,7 @@
 #pragma once
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/sm90/chunk_fwd/gate_warp.cuh"
 #include "cuda/sm90/chunk_fwd/load_warp.cuh"
 #include "cuda/sm90/chunk_fwd/product_warpgroup.cuh"
@@ -30,7 +31,6 @@
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
-#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
 

@@ -2,13 +2,13 @@
 #pragma once
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/sm90/chunk_fwd/gate_warp.cuh"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
-#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/gate_vectors.cuh"
 #include "cuda/sm90/common/state_io.cuh"
 #include "cuda/sm90/common/state_products.cuh"

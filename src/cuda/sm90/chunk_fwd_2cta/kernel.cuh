@@ -17,6 +17,7 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/gate_warp.cuh"
@@ -25,7 +26,6 @@
 #include "cuda/sm90/chunk_fwd_2cta/producer_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/traits.h"
-#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 

@@ -1,7 +1,7 @@
 // What a producer warpgroup of a cluster does: from K of a chunk of its own to A_g.
 #pragma once
 
-#include "cuda/sm90/common/compiler.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/sm90/common/decay_products.cuh"
 #include "cuda/sm90/common/tile.cuh"
 #include "cuda/sm90/common/ut_transform.cuh"

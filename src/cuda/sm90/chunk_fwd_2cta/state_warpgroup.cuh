@@ -6,9 +6,9 @@
 // W is made, A_g W before S is scaled, the state's update before O is put away.
 #pragma once
 
+#include "cuda/common/compiler.cuh"
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/places.cuh"
-#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 

@@ -5,11 +5,11 @@
 #include <cstdint>
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90 {

@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/half_blocks.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/packed_half.cuh"
 #include "cuda/sm90/common/trait_queries.h"
 

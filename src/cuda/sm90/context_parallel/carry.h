@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/sm90/common/host_device.h"
+#include "cuda/common/host_device.h"
 #include "cuda/sm90/common/sizes.h"
 #include "cuda/sm90/context_parallel/work_items.h"
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/sm90/common/host_device.h"
+#include "cuda/common/host_device.h"
 
 namespace flash_qla::cuda::sm90::cp {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/sm90/common/host_device.h"
+#include "cuda/common/host_device.h"
 #include "cuda/sm90/context_parallel/costs.h"
 #include "cuda/sm90/context_parallel/work_items.h"
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/sm90/common/host_device.h"
+#include "cuda/common/host_device.h"
 #include "cuda/sm90/context_parallel/segments.h"
 
 namespace flash_qla::cuda::sm90::cp {

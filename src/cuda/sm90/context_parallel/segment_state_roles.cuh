@@ -3,13 +3,13 @@
 #pragma once
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/compiler.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
-#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/decay_products.cuh"
 #include "cuda/sm90/common/ut_transform.cuh"
 #include "cuda/sm90/context_parallel/scan.cuh"

@@ -12,7 +12,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/sm90/common/host_device.h"
+#include "cuda/common/host_device.h"
 #include "cuda/sm90/context_parallel/carry.h"
 
 namespace flash_qla::cuda::sm90::links {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda {
 
 // A number whose origin the compiler does not see: addresses made from it are made again where they are used, not kept
 // in registers, of which there are few.
@@ -14,10 +14,14 @@ __device__ __forceinline__ Number recompute(Number value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-// The same of variables in their place.
+// The same of variables in their place, of 32 bits or, alone, of 64.
 template <typename A>
 __device__ __forceinline__ void recompute_from(A& a) {
-  asm volatile("" : "+r"(a));
+  if constexpr (sizeof(A) == 8) {
+    asm volatile("" : "+l"(a));
+  } else {
+    asm volatile("" : "+r"(a));
+  }
 }
 template <typename A, typename B>
 __device__ __forceinline__ void recompute_from(A& a, B& b) {
@@ -56,4 +60,4 @@ __device__ __forceinline__ bool keep_in_branch(const KernelArgs& p) {
   return p.items >= 0;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda
