@@ -35,15 +35,16 @@ inline bool has_vector_weights(const Tensor& weight, DType type) {
 
 // Deals a forward out to as many blocks as a GPU holds at once. Some are for the gates alone: in front of its run, a
 // block would have to compute them while nothing of its run is loaded, and all blocks would at the same time. A gate
-// takes a thread no longer than a token of eight channels, so both have blocks in proportion, and gates those that are
-// left. Each run reads W - 1 tokens before it once more. Past kMost that is nothing, and more rounds even out what some
-// blocks take longer.
+// takes a thread about as long as a token of twelve channels, so both have blocks in proportion, and gates those that
+// are left. Each run reads W - 1 tokens before it once more. Past kMost that is nothing, and more rounds even out what
+// some blocks take longer.
 inline void deal_out(const ConvProblem& p, int64_t columns, int device, ConvGrid* grid) {
   constexpr int64_t kLeast = 16, kMost = 256, kRunStep = 4;  // kRunStep: what the forward takes at a time
+  constexpr int64_t kChannelsOfGate = 12;
   const int64_t places = std::max(1, 4 * device_attribute(cudaDevAttrMultiProcessorCount, device));
   const int64_t gates = p.B * p.T * p.gate_heads;
   const int64_t share =
-      gates == 0 ? 0 : std::max<int64_t>(1, places * p.gate_heads / (p.gate_heads + p.channels / kVector));
+      gates == 0 ? 0 : std::max<int64_t>(1, places * p.gate_heads / (p.gate_heads + p.channels / kChannelsOfGate));
   const int64_t runs = std::max<int64_t>(1, (places - share) / (std::max<int64_t>(1, p.B) * columns));
   const int64_t tokens = std::clamp(ceil_div(p.T, runs), kLeast, kMost);
   grid->run_tokens = static_cast<int32_t>(ceil_div(tokens, kRunStep) * kRunStep);
