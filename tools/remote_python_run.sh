@@ -34,7 +34,7 @@ step() {
 # run_tests SECONDS WORKERS OPTIONS...
 run_tests() {
   # One test at a time to each worker, the long ones first (tests/python/conftest.py).
-  step "$1" pytest.txt python3 -m pytest tests/python --device cuda --verbose -n "$2" --dist load --maxschedchunk 1 --maxfail 60 --timeout 100 --tb short \
+  step "$1" pytest.txt python3 -m pytest tests/python --device cuda --verbose -n "$2" --dist load --maxschedchunk 1 --maxfail 60 --timeout 240 --tb short \
     -p no:cacheprovider -p no:benchmark --junitxml "$out/pytest.xml" "${@:3}"
   grep -E '^(FAILED|ERROR|E   )|passed|failed' "$out/pytest.txt" | cut -c 1-250
 }

@@ -100,9 +100,15 @@ __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(co
       store_kkt<false>(kkt, beta0, beta1, tile, at);
     }
     __syncthreads();
-    Transform::finish_by_four(
-        tile, gate, gate, gate + MakeATraits<T>::kGateMild, warp, at.lane, [](bool) { __syncthreads(); },
-        [](auto, float) {});
+    const auto meet = [](bool waits) {
+      if (waits) {
+        named_barrier_sync(1, kMakeAThreads);
+      } else {
+        named_barrier_arrive(1, kMakeAThreads);
+      }
+    };
+    Transform::finish_by_four(tile, gate, gate, gate + MakeATraits<T>::kGateMild, warp, at.lane, meet,
+                              [](auto, float) {});
     __syncthreads();
     for (int piece = thread; piece < chunk.valid * 8; piece += kMakeAThreads) {
       const int row = piece / 8, column = piece % 8;  // of 8 elements
