@@ -70,10 +70,10 @@ def test_reports_that_nothing_explains_are_an_error(tmp_path, reports):
 
 
 def test_reports_stand_beside_their_explanation(tmp_path):
-    command = "cuda_generic_test --small --only sm90 forward, stale --only-case 45,47"
-    text = page(record({}, RUN, {**RUN, "tool": "initcheck", "command": command, "reports": 112}), write_kernel(tmp_path))
+    command = "cuda_generic_test --small --only sm90 forward, stale --only-case 10"
+    text = page(record({}, RUN, {**RUN, "tool": "racecheck", "command": command, "reports": 4}), write_kernel(tmp_path))
     line = next(line for line in text.splitlines() if command in line)
-    assert line.startswith("| initcheck | plain | abc |") and "| 112 | Reads of 16 bytes by the planner" in line
+    assert line.startswith("| racecheck | plain | abc |") and "| 4 | Warnings, no errors: lanes of a warp" in line
     assert "| memcheck | plain | abc | 1 | 2 | 0 | 3 |" in text
 
 
