@@ -22,7 +22,11 @@ gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
 step() {
   local begin=$SECONDS code=0
   printf '== %s\ncommit: %s\ngpu_0: %s\n' "${*:3}" "$commit" "$gpu" >"$out/$2"
-  timeout --signal INT --kill-after 5 "$1" "${@:3}" >>"$out/$2" 2>&1 || code=$?
+  # A session of its own: what a command that is killed leaves behind, workers of pytest for one, would disturb the steps after it.
+  setsid timeout --signal INT --kill-after 5 "$1" "${@:3}" >>"$out/$2" 2>&1 &
+  local session=$!
+  wait "$session" || code=$?
+  pkill -KILL -s "$session" || true
   echo "-- $((SECONDS - begin)) s" >>"$out/$2"
   if ((code != 0)); then
     echo "${*:3}" >>"$out/failed"

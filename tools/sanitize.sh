@@ -112,7 +112,17 @@ for name in initcheck memcheck synccheck; do
   start "$name" generic_b --only generic --only-case 11,27,45
   start "$name" generic_fp32 --only generic --only-case 20,66,78,100,118,124,134,137
   start "$name" oracle --only oracle --cases 12
+  # A case of these is one for each head dimension and dtype.
+  start "$name" sm80_forward --only "sm80 forward, drawn" --cases 4
+  start "$name" sm80_cut --only "sm80 forward, cut" --cases 2
+  start "$name" sm80_listed --only "sm80 forward, listed" --cases 2
+  start "$name" sm80_backward --only "sm80 backward, drawn" --cases 3
 done
+for number in 0 1; do
+  start racecheck "sm80_forward_$number" --only "sm80 forward, drawn" --only-case "$number"
+  start racecheck "sm80_backward_$number" --only "sm80 backward, drawn" --only-case "$number"
+done
+start racecheck sm80_cut --only "sm80 forward, cut" --only-case 0
 for number in 6 9 10 11 20 23 25 27 40 45 66 74 78 88 90 97 99 108 118 120 121 130 134 136 137 142 144; do
   start racecheck "generic_$number" --only generic --only-case "$number"
 done
