@@ -19,9 +19,6 @@ constexpr int kRecurrenceThreads = kStepThreads + kStageThreads;
 constexpr int kTileTokens = 16;  // divides a chunk, so that chunk boundaries are tile boundaries
 static_assert(kChunkSize % kTileTokens == 0);
 
-// Keys are padded to a multiple of this; a lane holds them four side by side (one 16-byte access).
-constexpr int kKeyQuantum = 4 * kLanes;
-
 // The numbers of keys per lane that kernels are compiled for: K up to 32, 64, 96, 128, 192, 256.
 #define FLASH_QLA_FOR_EACH_KEYS_PER_LANE(apply) apply(4) apply(8) apply(12) apply(16) apply(24) apply(32)
 
