@@ -17,6 +17,12 @@ struct Shape {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> cu_seqlens;  // empty: dense
   int64_t N() const { return cu_seqlens.empty() ? B : static_cast<int64_t>(cu_seqlens.size()) - 1; }
+  // Sequences of these lengths side by side, and tokens behind them that belong to none.
+  void pack(const std::vector<int64_t>& lengths, int64_t behind) {
+    cu_seqlens = {0};
+    for (const int64_t n : lengths) cu_seqlens.push_back(cu_seqlens.back() + n);
+    T = cu_seqlens.back() + behind;
+  }
 };
 
 // Which options and tensors a call may have beside q, k, v and o.

@@ -55,9 +55,7 @@ struct RankedCase {
     s.Hq = Hq;
     s.Hv = Hv;
     s.K = s.V = 128;
-    s.cu_seqlens = {0};
-    for (const int64_t n : lengths) s.cu_seqlens.push_back(s.cu_seqlens.back() + n);
-    s.T = s.cu_seqlens.back() + 7;  // the last belong to no sequence
+    s.pack(lengths, 7);
     return s;
   }
   Features features() const {

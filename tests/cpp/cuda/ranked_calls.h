@@ -391,54 +391,59 @@ class Ranks {
   std::vector<Rank> ranks_;
 };
 
-// A forward over the stream's ranks.
-struct RankedForward : ForwardCall {
+// A call over the stream's ranks, in pieces, or the one call that it is compared with.
+template <class Call>
+struct RankedCall : Call {
   RankedOptions ranked;
 
-  Status workspace_size(const ForwardArguments& args, size_t* bytes) const {
-    if (ranked.is_one_call(args.options)) return ForwardCall::workspace_size(args, bytes);
+  template <class Arguments>
+  Status workspace_size(const Arguments& args, size_t* bytes) const {
+    if (ranked.is_one_call(args.options)) return Call::workspace_size(args, bytes);
     *bytes = Pieces::kPatternBytes;
     return Status();
   }
-  Status run(const ForwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) const {
-    if (ranked.is_one_call(args.options)) return ForwardCall::run(args, workspace, bytes, stream);
+
+ protected:
+  // then(ranks, stream), once the stream is cut and the links are made.
+  template <class Arguments, class Then>
+  Status over_ranks(const Arguments& args, void* workspace, void* stream, Then&& then) const {
     const auto own_stream = static_cast<cudaStream_t>(stream);
     ranked.pieces->begin(workspace, own_stream);
-    Ranks ranks(ranked, in, args.options, own_stream);
+    Ranks ranks(ranked, this->in, args.options, own_stream);
     FLASH_QLA_RETURN_IF_ERROR(ranks.cut(args));
     FLASH_QLA_RETURN_IF_ERROR(ranks.links(args));
-    FLASH_QLA_RETURN_IF_ERROR(ranks.forward(args, ranked.gives_A));
-    check_cuda(cudaStreamSynchronize(own_stream), "a forward over ranks");
-    if (ranked.carries) *ranked.carried_heads = ranks.carried_heads();
-    return Status();
+    return then(ranks, own_stream);
+  }
+};
+
+// A forward over the stream's ranks.
+struct RankedForward : RankedCall<ForwardCall> {
+  Status run(const ForwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) const {
+    if (ranked.is_one_call(args.options)) return ForwardCall::run(args, workspace, bytes, stream);
+    return over_ranks(args, workspace, stream, [&](Ranks& ranks, cudaStream_t own_stream) -> Status {
+      FLASH_QLA_RETURN_IF_ERROR(ranks.forward(args, ranked.gives_A));
+      check_cuda(cudaStreamSynchronize(own_stream), "a forward over ranks");
+      if (ranked.carries) *ranked.carried_heads = ranks.carried_heads();
+      return Status();
+    });
   }
 };
 
 // A backward over the stream's ranks, with the forward links that it needs.
-struct RankedBackward : BackwardCall {
-  RankedOptions ranked;
-
-  Status workspace_size(const BackwardArguments& args, size_t* bytes) const {
-    if (ranked.is_one_call(args.options)) return BackwardCall::workspace_size(args, bytes);
-    *bytes = Pieces::kPatternBytes;
-    return Status();
-  }
+struct RankedBackward : RankedCall<BackwardCall> {
   Status run(const BackwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) const {
     if (ranked.is_one_call(args.options)) return BackwardCall::run(args, workspace, bytes, stream);
-    const auto own_stream = static_cast<cudaStream_t>(stream);
-    ranked.pieces->begin(workspace, own_stream);
-    Ranks ranks(ranked, in, args.options, own_stream);
-    FLASH_QLA_RETURN_IF_ERROR(ranks.cut(args));
-    FLASH_QLA_RETURN_IF_ERROR(ranks.links(args));
-    if (ranked.gives_A) {
-      ForwardArguments forward;
-      forward.options = args.options;
-      forward.A_log = args.A_log;
-      forward.dt_bias = args.dt_bias;
-      forward.o = ranked.pieces->tensor("o", in.shape.dtype, {1, in.shape.T, in.shape.Hv, in.shape.V}, own_stream);
-      FLASH_QLA_RETURN_IF_ERROR(ranks.forward(forward, true));
-    }
-    return ranks.backward(args);
+    return over_ranks(args, workspace, stream, [&](Ranks& ranks, cudaStream_t own_stream) -> Status {
+      if (ranked.gives_A) {
+        ForwardArguments forward;
+        forward.options = args.options;
+        forward.A_log = args.A_log;
+        forward.dt_bias = args.dt_bias;
+        forward.o = ranked.pieces->tensor("o", in.shape.dtype, {1, in.shape.T, in.shape.Hv, in.shape.V}, own_stream);
+        FLASH_QLA_RETURN_IF_ERROR(ranks.forward(forward, true));
+      }
+      return ranks.backward(args);
+    });
   }
 };
 

@@ -98,9 +98,7 @@ struct SplitCase {
     s.Hq = Hq;
     s.Hv = Hv;
     s.K = s.V = 128;
-    s.cu_seqlens = {0};
-    for (const int64_t n : lengths) s.cu_seqlens.push_back(s.cu_seqlens.back() + n);
-    s.T = s.cu_seqlens.back() + (all_exact ? 0 : 10);
+    s.pack(lengths, all_exact ? 0 : 10);
     Features f;
     f.initial_state = f.final_state = true;
     f.v_first = v_first;
