@@ -44,6 +44,11 @@ TEST(Sm80Backward, Heads) {
   EXPECT_EQ(test_sm80_backward_heads(settings_for(1), arena, kHostOracle), 0);
 }
 
+TEST(Sm80Backward, Betas) {
+  Arena arena(kPieces);
+  EXPECT_EQ(test_sm80_backward_betas(settings_for(1), arena), 0);
+}
+
 TEST(Sm80Backward, Invariance) {
   Arena arena(kPieces);
   EXPECT_EQ(test_sm80_backward_invariance(settings_for(1), arena), 0);

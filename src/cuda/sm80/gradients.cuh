@@ -4,9 +4,9 @@
 //   dQ    = scale diag(gamma) dO S0^T + dP K             dP = scale G o (dO E^T) B
 //   plus  = -diag(gamma) B Z S0^T + D K                  D  = -B (G o strict(Z E^T)) B
 //   minus = diag(gamma_C / gamma) B E dS1^T + dP^T Q + D^T K
-// and dK = plus + minus, dbeta_i = <Z_i, E_i>, and of the sum of log decays up to token i the gradient is
-// <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, to which the chunk's end adds gamma_C <dS1, S0> and what dS1 has given
-// to minus.
+// and dK = plus + minus, dbeta_i = <k_i, minus_i> / beta_i = <Z_i, E_i>, and of the sum of log decays up to token i the
+// gradient is <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, to which the chunk's end adds gamma_C <dS1, S0> and what
+// dS1 has given to minus.
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -90,7 +90,7 @@ class Gradients {
         __syncthreads();
       }
       parity ^= 1;  // the last stage once more
-      const ChunkGates& gates = memory().of_heads[member % 2];
+      const ChunkGates& gates = memory().of_heads[member % 3];
       write_scores(stage(parity), gates, by_d_o, by_d_error, slice() == 0 ? memory().d_beta + member : nullptr);
       add_states(of_states);
       scale_rows(gates, of_q, plus, minus);
@@ -98,7 +98,7 @@ class Gradients {
       add_scores(stage(parity), of_q, plus, minus);
       sum_tokens(of_q, plus, minus);
       __syncthreads();
-      if (threadIdx.x < 32) store_log_decay(gates, memory().d_log_decay + member);
+      if (threadIdx.x < 32) store_gates(gates, member);
       parity ^= 1;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -169,7 +169,7 @@ class Gradients {
         cp_async_16_or_zero(stage(parity) + slice_offset(row, thread % 4) + turn * kRows * 64, from, reads);
       }
       if (values == 0 && thread < static_cast<int>(sizeof(ChunkGates) / 16)) {
-        cp_async_16(smem_address(&memory().of_heads[member % 2]) + static_cast<uint32_t>(thread) * 16,
+        cp_async_16(smem_address(&memory().of_heads[member % 3]) + static_cast<uint32_t>(thread) * 16,
                     reinterpret_cast<const char*>(memory().gates + member) + thread * 16);
       }
     } else {
@@ -267,7 +267,8 @@ class Gradients {
 
   // ---- products with tokens
 
-  // dP and D, [64 x 64], as blocks. d_beta: of the head and the first token; null: it is there.
+  // dP and D, [64 x 64], as blocks. d_beta: of the head and the first token, where it is not from minus; null: it is
+  // there.
   __device__ __forceinline__ void write_scores(uint32_t to, const ChunkGates& gates, const Scores& by_d_o,
                                                const Scores& by_d_error, float* d_beta) const {
 #pragma unroll
@@ -284,7 +285,9 @@ class Gradients {
           const float d_error = by_d_error.x[tile][2 * r + e];
           score[e] = j + e <= i ? p_.scale * G * by_d_o.x[tile][2 * r + e] : 0.f;
           correction[e] = j + e < i ? -gates.beta[i] * G * d_error : 0.f;
-          if (j + e == i && i < memory().count && d_beta != nullptr) d_beta[static_cast<int64_t>(i) * p_.Hv] = d_error;
+          if (j + e == i && i < memory().count && d_beta != nullptr && !from_minus<T>(gates.beta[i])) {
+            d_beta[static_cast<int64_t>(i) * p_.Hv] = d_error;
+          }
         }
         const uint32_t at =
             static_cast<uint32_t>(((2 * strip() + r) * kChunkBlocks + first_column() + tile) * kBlockBytes + lane_ * 4);
@@ -368,14 +371,19 @@ class Gradients {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = row() + 8 * r;
-      const float of_keys = dot(keys(), i, r, plus) - dot(keys(), i, r, minus);
+      const float of_minus = dot(keys(), i, r, minus), of_keys = dot(keys(), i, r, plus) - of_minus;
       const float sum = quad_sum(dot(keys() + Tr::kRowsBytes, i, r, of_q) + of_keys);
-      if (lane_ % 4 == 0) memory().by_token[half()][i] = sum;
+      const float sum_of_minus = quad_sum(of_minus);
+      if (lane_ % 4 == 0) {
+        memory().by_token[half()][i] = sum;
+        memory().of_minus[half()][i] = sum_of_minus;
+      }
     }
   }
 
-  // From the gradients of c those of the log decays: sums over the tokens from each on. By one warp, a lane two tokens.
-  __device__ __forceinline__ void store_log_decay(const ChunkGates& gates, float* d_log_decay) const {
+  // dbeta from minus, and from the gradients of c those of the log decays: sums over the tokens from each on. By one
+  // warp, a lane two tokens. A second slice of the keys adds to what the first one has left.
+  __device__ __forceinline__ void store_gates(const ChunkGates& gates, int member) const {
     float x[2], from_end = 0.f;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -399,7 +407,12 @@ class Gradients {
     for (int e = 0; e < 2; ++e) {
       const int t = 2 * lane_ + e;
       if (t >= memory().count) continue;
-      float& to = d_log_decay[static_cast<int64_t>(t) * p_.Hv];
+      const int64_t at = static_cast<int64_t>(t) * p_.Hv + member;
+      if (const float beta = gates.beta[t]; from_minus<T>(beta)) {
+        float& to = memory().d_beta[at];
+        to = (memory().of_minus[0][t] + memory().of_minus[1][t]) / beta + (slice() > 0 ? to : 0.f);
+      }
+      float& to = memory().d_log_decay[at];
       float value = gradient[e] + at_end + (slice() > 0 ? to : 0.f);
       // A first token without a state before it has nothing to forget: the sum of terms that cancel. NaN stays.
       if (t == 0 && memory().starts && value == value) value = 0.f;

@@ -37,10 +37,13 @@ struct GradientsMemory {
   int slice;                    // of the keys
   bool starts;                  // a sequence, without a state before it
 
-  alignas(16) ChunkGates of_heads[2];  // of this head and of the next one
-  float by_token[2][kChunkSize];       // of each half of the keys: gradients of c
-  float from_end[2][kChunkSize];       // their part through dS1
-  float of_states[kGradientsWarps];    // <dS1, S0>
+  // Of the last head, this one and the next: with one value slice to a head the next ones are on their way while a warp
+  // still reads those of the last.
+  alignas(16) ChunkGates of_heads[3];
+  float by_token[2][kChunkSize];     // of each half of the keys: gradients of c
+  float from_end[2][kChunkSize];     // their part through dS1
+  float of_minus[2][kChunkSize];     // <k, minus>
+  float of_states[kGradientsWarps];  // <dS1, S0>
 };
 
 template <int kKeys>
@@ -49,6 +52,16 @@ constexpr size_t gradients_shared_bytes() {
   return 2 * Tr::kRowsBytes + 2 * Tr::kStageBytes + sizeof(GradientsMemory);
 }
 static_assert(gradients_shared_bytes<128>() <= kMostSharedBytes && gradients_shared_bytes<256>() <= kMostSharedBytes);
+
+// Whether dbeta is <k, minus> / beta, which has the rounding of E alone, or <Z, E>, which has that of Z as well
+// (docs/numerics.md). minus has beta as a factor of its 16-bit operands: in bf16, with the range of fp32, they are
+// normal numbers from 2^-30 on, but for products below 1e-29. In fp16 they soon would not be; it rounds eight times as
+// finely.
+template <class T>
+__device__ __forceinline__ bool from_minus(float beta) {
+  constexpr float kLeastBeta = 0x1p-30f;
+  return std::is_same_v<T, __nv_bfloat16> && fabsf(beta) >= kLeastBeta;
+}
 
 // dO of a value slice, [64 x 32]: rows of 64 bytes, whose 16-byte pieces change places every second row.
 __device__ __forceinline__ uint32_t slice_offset(int row, int piece) {

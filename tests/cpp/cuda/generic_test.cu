@@ -217,6 +217,7 @@ int run(const Settings& settings) {
       {"sm80 forward, malformed", false, [&] { return test_sm80_malformed(settings, arena); }},
       {"sm80 backward, drawn", false, [&] { return test_sm80_backward(settings, arena, kDeviceOracle); }},
       {"sm80 backward, heads", false, [&] { return test_sm80_backward_heads(settings, arena, kDeviceOracle); }},
+      {"sm80 backward, betas", false, [&] { return test_sm80_backward_betas(settings, arena); }},
       {"sm80 backward, invariance", false, [&] { return test_sm80_backward_invariance(settings, arena); }},
       {"sm80 backward, neighbours", false, [&] { return test_sm80_backward_neighbours(settings, arena); }},
       {"sm80 backward, malformed", false, [&] { return test_sm80_backward_malformed(settings, arena); }},
