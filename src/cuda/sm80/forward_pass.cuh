@@ -20,18 +20,11 @@ template <int kKeys>
 inline constexpr bool kNumbersAnew = kKeys == 256;
 #endif
 
-__device__ __forceinline__ StripPlace strip_place(const ForwardParams& p) {
+// K and V: those of the tensor; states that kernels leave for each other have all of the keys and any number of values.
+__device__ __forceinline__ StripPlace strip_place(int K, int V) {
   const Place& block = place_of_block();
-  return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
-          p.K, p.V};
-}
-// Of states that kernels leave for each other, with all of their keys and values.
-template <int kKeys>
-__device__ __forceinline__ StripPlace padded_place(const ForwardParams& p) {
-  StripPlace place = strip_place(p);
-  place.K = kKeys;
-  place.V = INT_MAX;
-  return place;
+  return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32), K,
+          V};
 }
 
 // A strip's matrices in the workspace: the first block of the warp's strip in a matrix of a chunk, `row` blocks side by
@@ -93,14 +86,14 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, 
       entry = p.listed.next[entry];
     }
     if (to.data == nullptr || row < 0 || row >= to.rows) continue;
-    store_state(state, to, row, padded ? padded_place<kKeys>(p) : strip_place(p));
+    store_state(state, to, row, padded ? strip_place(kKeys, INT_MAX) : strip_place(p.K, p.V));
   }
 }
 
 // The state that a part starts from. `slot`: of the pool.
 template <int kKeys, Pass kPass, class State>
 __device__ __forceinline__ void load_start(const ForwardParams& p, const Part& part, int64_t slot, State& state) {
-  StripPlace place = strip_place(p);
+  StripPlace place = strip_place(p.K, p.V);
   DeviceStates from{};
   int64_t row = part.n;
   state.clear();
@@ -109,7 +102,7 @@ __device__ __forceinline__ void load_start(const ForwardParams& p, const Part& p
   } else if (part.start_row >= 0) {
     from = p.starts;
     row = part.start_row;
-    place = padded_place<kKeys>(p);
+    place = strip_place(kKeys, INT_MAX);
   } else if (slot >= 0) {
     from = p.pool;
     row = slot;
@@ -130,14 +123,13 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
 
   Sums<Tr::kKeyTiles> state;
   load_start<kKeys, kPass>(p, part, slot, state);
-  std::conditional_t<kPass == Pass::kBackward, ErrorBlocks, OutputRows<T>> rows;
+  std::conditional_t<kPass == Pass::kBackward, ErrorBlocks, OutputRows> rows;
   if constexpr (kOutputs) {
-    const StripPlace place = strip_place(p);
+    const StripPlace place = strip_place(p.K, p.V);
     const uint16_t* o = row_at(p.o, part.b, part.begin, place.head);
-    rows = OutputRows<T>(o, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
+    rows = OutputRows(o, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
   }
-  Packed<Tr::kKeyTiles> packed;
-  pack<T>(state, packed);
+  auto packed = pack<T>(state);
   Step<T, kKeys, kOutputs> step;
   for (int number = 0;; ++number) {
     const int done = number * kStep, length = place_of_block().part.length;  // which takes no register in between
@@ -151,7 +143,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     } else if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
       // A segment's initial state is kept at its start alone.
       keep_state<kKeys, kPass>(p, at_end, at_end ? length : done, state);
-      pack<T>(state, packed);  // as it was: without registers for it meanwhile
+      packed = pack<T>(state);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
     if (kNumbersAnew<kKeys>) recompute_from(thread);
@@ -159,7 +151,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     const int lane = thread % 32;
     ring.wait_full();
     const uint32_t stage = ring.stage();
-    step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * kValueBytes), lane, packed);
+    step.begin({stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * kValueBytes), lane}, packed);
     step.finish(rows, done);  // before the first step there is nothing to store
     step.run(state, packed, rows, done);
     ring.release(lane);

@@ -105,6 +105,62 @@ class TileCopier {
   bool whole_;
 };
 
+// fp32 sums of a warp, [16 x 8 kTiles]: lane l has rows l / 4 (elements 0, 1) and l / 4 + 8 (2, 3), columns
+// 8 tile + 2 (l % 4) and the next.
+template <int kTiles>
+struct Sums {
+  float x[kTiles][4];
+
+  // Calls visit(element, tile, number in it).
+  template <class Visit>
+  __device__ __forceinline__ void each(Visit visit) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) visit(x[i][e], i, e);
+    }
+  }
+  __device__ __forceinline__ void clear() {
+    each([](float& x, int, int) { x = 0.f; });
+  }
+  __device__ __forceinline__ void scale(float factor) {
+    each([=](float& x, int, int) { x *= factor; });
+  }
+};
+
+// The same rounded to 16 bits, as the left operands of products that sum over the columns.
+template <int kTiles>
+struct Packed {
+  uint32_t x[kTiles / 2][4];
+};
+
+template <class T, int kTiles>
+__device__ __forceinline__ Packed<kTiles> pack(const Sums<kTiles>& sums) {
+  Packed<kTiles> packed;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      packed.x[i / 2][i % 2 * 2 + row] = pack2<T>(sums.x[i][2 * row], sums.x[i][2 * row + 1]);
+  }
+  return packed;
+}
+
+// Two tiles of sums from `tile` on += left times the right operands of a 16x16 block, of which the lane reads
+// `address`.
+template <class T, bool kTransposed, int kTiles>
+__device__ __forceinline__ void multiply_block(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
+                                               uint32_t address) {
+  uint32_t b[4];
+  if constexpr (kTransposed) {
+    load_matrix_x4_trans(address, b);
+  } else {
+    load_matrix_x4(address, b);
+  }
+  mma_m16n8k16<T>(sums.x[tile], left, b[0], b[1]);
+  mma_m16n8k16<T>(sums.x[tile + 1], left, b[2], b[3]);
+}
+
 // V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
 __device__ __forceinline__ uint32_t value_offset(int row, int half) {
   return static_cast<uint32_t>(row * 32 + (half ^ (row >> 2 & 1)) * 16);
