@@ -73,6 +73,14 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
+// Bytes that the constructor of a Call takes from its last argument.
+template <class Call, class... Arguments>
+size_t workspace_bytes(const Arguments&... arguments) {
+  Workspace workspace(nullptr);
+  Call(arguments..., &workspace);
+  return workspace.bytes();
+}
+
 // The shape of a launch. overlaps: the kernel waits by itself for the results of the kernels before it, and may be
 // started before their end (from Hopper on). cluster: so many blocks at a time see each other's shared memory.
 struct LaunchConfig {

@@ -31,39 +31,31 @@ std::string reject(const Arguments& args, const Problem& p) {
   return {};
 }
 
-// The backward of some heads. The constructor lays out the workspace.
-class HeadsBackward {
+// The backward of some heads.
+class HeadsBackward : Call<Arguments> {
  public:
-  // `whole`: the call, which decides what is copied, so that all of its groups have the same scratch.
+  // Lays out the workspace. `whole`: the call, which decides what is copied, so that all of its groups have the same
+  // scratch.
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
-    sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    strips_ = best_strips(p, 2 * p.N * p.Hv, 0, true, sms_).of_a_block;
+      : Call(whole, args, p, workspace),
+        d_o_(p, whole.d_o, args.d_o, false, kCopyGrain, workspace),
+        dv_(p, whole.dv, args.dv, false, kStoreGrain, workspace) {
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
       wants_parts_ |= present(*t);
     }
-    sequences_ = take_sequences(p, workspace);
-    normalizes_ = args.options.use_qk_l2norm_in_kernel != 0;
-    q_ = RowCopy(p, whole.q, normalizes_, p.Hq, kCopyGrain, workspace);
-    k_ = RowCopy(p, whole.k, normalizes_, p.Hq, kCopyGrain, workspace);
-    v_ = RowCopy(p, whole.v, false, p.Hv, kCopyGrain, workspace);
-    d_o_ = RowCopy(p, whole.d_o, false, p.Hv, kCopyGrain, workspace);
-    dv_ = RowCopy(p, whole.dv, false, p.Hv, kStoreGrain, workspace);
-
     const int64_t items = p.chunk_bound * p.Hv;
     const int64_t columns = padded_values(p.V);
-    records_ = workspace->take<StepRecord>(items * kStepsPerChunk);
     reverse_records_ = workspace->take<ReverseRecord>(items * kStepsPerChunk);
     gates_ = workspace->take<ChunkGates>(items);
     if (!wants_parts_) return;
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
     const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
-    const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
-      if (!by_parts) *rows = RowCopy(p, t, false, p.Hq, kPairGrain, workspace);
+    const auto take_rows = [&](const Tensor& of_whole, const Tensor& t, TokenRows* rows, float** parts) {
+      if (!by_parts) *rows = TokenRows(p, of_whole, t, false, kPairGrain, workspace);
       if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
     };
-    take_rows(whole.dq, &dq_, &dq_parts_);
-    take_rows(whole.dk, &dk_, &dk_parts_);
+    take_rows(whole.dq, args.dq, &dq_, &dq_parts_);
+    take_rows(whole.dk, args.dk, &dk_, &dk_parts_);
     const auto norms = [&](const Tensor& given) {
       if (!normalizes_ || by_parts) return device_tensor(given);
       return workspace_tensor(workspace->take<float>(p.B * p.T * p.Hq), DType::kFloat32, p.B, p.T, p.Hq, 1);
@@ -82,14 +74,12 @@ class HeadsBackward {
 
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    FLASH_QLA_RETURN_IF_ERROR(q_.take(p_, args_.q, normalizes_, static_cast<float*>(q_inverse_norms_.data), stream));
-    FLASH_QLA_RETURN_IF_ERROR(k_.take(p_, args_.k, normalizes_, static_cast<float*>(k_inverse_norms_.data), stream));
-    FLASH_QLA_RETURN_IF_ERROR(v_.take(p_, args_.v, false, nullptr, stream));
-    FLASH_QLA_RETURN_IF_ERROR(d_o_.take(p_, args_.d_o, false, nullptr, stream));
+    FLASH_QLA_RETURN_IF_ERROR(q_.fill(p_, stream, normalizes_, static_cast<float*>(q_inverse_norms_.data)));
+    FLASH_QLA_RETURN_IF_ERROR(k_.fill(p_, stream, normalizes_, static_cast<float*>(k_inverse_norms_.data)));
+    FLASH_QLA_RETURN_IF_ERROR(v_.fill(p_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(d_o_.fill(p_, stream));
 
-    PrepareParams prepare = prepare_params(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), records_, sms_);
-    prepare.q = q_.rows(p_, args_.q);
-    prepare.k = k_.rows(p_, args_.k);
+    PrepareParams prepare = prepare_params(gates());
     prepare.reverse_records = reverse_records_;
     prepare.chunk_gates = gates_;
     FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, prepare_blocks(prepare, p_.chunk_bound), stream));
@@ -103,36 +93,31 @@ class HeadsBackward {
   static constexpr int64_t kPairGrain = 2;  // elements of one store of dq and dk
   static constexpr int64_t kMostKeysAtOnce = 128;
 
+  Gates gates() const { return device_gates(args_, args_.g_is_cumsum != 0); }
+
   Status run_passes(cudaStream_t stream) const {
-    const bool v_first = args_.options.state_v_first != 0;
     PassesParams params{};
-    params.forward = forward_params(p_, sequences_, records_, strips_);
-    params.forward.q = q_.rows(p_, args_.q);
-    params.forward.k = k_.rows(p_, args_.k);
-    params.forward.v = v_.rows(p_, args_.v);
-    params.forward.initial_state = device_states(args_.initial_state, v_first);
+    params.forward = forward_params(best_strips(p_, 2 * p_.N * p_.Hv, 0, true, sms_).of_a_block);
     params.forward.states = states_;
     params.forward.errors = errors_;
     params.reverse_records = reverse_records_;
-    params.d_o = d_o_.rows(p_, args_.d_o);
-    params.dv = dv_.rows(p_, args_.dv);
+    params.d_o = d_o_.rows;
+    params.dv = dv_.rows;
     params.gradients = gradients_;
     params.d_errors = d_errors_;
-    params.dht = device_states(args_.dht, v_first);
-    params.dh0 = device_states(args_.dh0, v_first);
-    params.dv_columns = dv_.columns(args_.dv);
+    params.dht = states(args_.dht);
+    params.dh0 = states(args_.dh0);
+    params.dv_columns = static_cast<int32_t>(dv_.columns);
     const int64_t blocks = p_.N * p_.Hv * params.forward.blocks_per_head;
     params.reverse_blocks = static_cast<uint32_t>(blocks);
     return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
   }
 
   Status run_gradients(cudaStream_t stream) const {
-    auto params = params_of<GradientsParams>(p_, sequences_);
-    params.q = q_.rows(p_, args_.q);
-    params.k = k_.rows(p_, args_.k);
-    params.d_o = d_o_.rows(p_, args_.d_o);
-    if (dq_parts_ == nullptr) params.dq = dq_.rows(p_, args_.dq);
-    if (dk_parts_ == nullptr) params.dk = dk_.rows(p_, args_.dk);
+    auto params = params_of<GradientsParams>();
+    params.d_o = d_o_.rows;
+    params.dq = dq_.rows;
+    params.dk = dk_.rows;
     params.states = states_;
     params.gradients = gradients_;
     params.errors = errors_;
@@ -150,15 +135,14 @@ class HeadsBackward {
   }
 
   Status run_last_tokens(cudaStream_t stream) const {
-    const bool v_first = args_.options.state_v_first != 0;
-    auto params = params_of<LastTokensParams>(p_, sequences_);
-    params.q = q_.used() ? q_.tensor(p_) : device_tensor(args_.q);
-    params.k = k_.used() ? k_.tensor(p_) : device_tensor(args_.k);
+    auto params = params_of<LastTokensParams>();
+    params.q = q_.copied ? q_.copy : device_tensor(args_.q);
+    params.k = k_.copied ? k_.copy : device_tensor(args_.k);
     params.v = device_tensor(args_.v);
     params.d_o = device_tensor(args_.d_o);
-    params.gates = device_gates(args_, args_.g_is_cumsum != 0);
-    params.initial_state = device_states(args_.initial_state, v_first);
-    params.dht = device_states(args_.dht, v_first);
+    params.gates = gates();
+    params.initial_state = states(args_.initial_state);
+    params.dht = states(args_.dht);
     params.states = {reinterpret_cast<const uint16_t*>(states_), static_cast<int32_t>(padded_values(p_.V) / 8),
                      padded_keys(p_.K) / 8};
     params.scratch = last_tokens_;
@@ -171,14 +155,14 @@ class HeadsBackward {
 
   // Gradients to where and as the caller wants them.
   Status finish(cudaStream_t stream) const {
-    FLASH_QLA_RETURN_IF_ERROR(dv_.hand_out(p_, sequences_, args_.dv, stream));
+    FLASH_QLA_RETURN_IF_ERROR(dv_.hand_out(p_, sequences_, stream));
     if (!wants_parts_) return Status();
     Problem keys = p_;  // the sums over a group are there already
     keys.Hv = p_.Hq;
     keys.group = 1;
-    const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x,
+    const auto finish_keys = [&](const Tensor& t, const TokenRows& rows, const float* parts, const Tensor& x,
                                  const Tensor& norm) {
-      if (parts == nullptr) return copy.hand_out(p_, sequences_, t, stream);
+      if (parts == nullptr) return rows.hand_out(p_, sequences_, stream);
       return launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), normalizes_, device_tensor(norm),
                                        device_tensor(t), stream);
     };
@@ -186,18 +170,11 @@ class HeadsBackward {
     FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, dk_parts_, args_.k, args_.k_inverse_norm));
     const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
                                   device_tensor(args_.ddt_bias)};
-    return launch_finish_gates<float>(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), d_log_decay_,
-                                      d_beta_, gradients, gate_sums_, stream);
+    return launch_finish_gates<float>(p_, sequences_, gates(), d_log_decay_, d_beta_, gradients, gate_sums_, stream);
   }
 
-  const Arguments& args_;
-  const Problem& p_;
-  const Kernels& kernels_;
-  int sms_, strips_;
-  bool wants_parts_ = false, normalizes_;
-  SequenceTable sequences_;
-  RowCopy q_, k_, v_, d_o_, dq_, dk_, dv_;
-  StepRecord* records_;
+  TokenRows d_o_, dv_, dq_, dk_;
+  bool wants_parts_ = false;
   ReverseRecord* reverse_records_;
   ChunkGates* gates_;
   char *states_ = nullptr, *gradients_ = nullptr, *errors_ = nullptr, *d_errors_ = nullptr;
@@ -209,11 +186,7 @@ class HeadsBackward {
 };
 
 size_t bytes_for(const Arguments& args, const Problem& p, int64_t key_heads) {
-  Workspace workspace(nullptr);
-  const Arguments part = heads_of(args, p, 0, key_heads);
-  const Problem of_part = problem_of(p, key_heads);
-  HeadsBackward(args, part, of_part, &workspace);
-  return workspace.bytes();
+  return workspace_bytes<HeadsBackward>(args, heads_of(args, p, 0, key_heads), problem_of(p, key_heads));
 }
 
 // Where all heads together would take more scratch than that they go in groups, one after another in the same scratch,

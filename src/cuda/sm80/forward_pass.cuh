@@ -4,7 +4,6 @@
 
 #include <climits>
 
-#include "cuda/common/launch.h"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/strip.cuh"
 

@@ -9,7 +9,6 @@
 // dS1 has given to minus.
 #pragma once
 
-#include "cuda/common/launch.h"
 #include "cuda/sm80/forward_step.cuh"
 #include "cuda/sm80/gradients_memory.cuh"
 

@@ -3,7 +3,7 @@
 
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/sm80/backward_params.h"
+#include "cuda/sm80/params.h"
 
 namespace flash_qla::cuda::sm80 {
 

@@ -3,7 +3,6 @@
 
 #include "cuda/sm80/forward_pass.cuh"
 #include "cuda/sm80/gradients.cuh"
-#include "cuda/sm80/launch.h"
 #include "cuda/sm80/prepare.cuh"
 #include "cuda/sm80/reverse_pass.cuh"
 #include "cuda/sm80/scan.cuh"
@@ -16,30 +15,33 @@ Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t 
                 kPrepareThreads, prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
-template <class T, int kKeys, bool kOutputs>
-Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t stream) {
-  using Tr = Traits<kKeys>;
-  ForwardParams params = given;
-  params.stages = Tr::stages(params.strips);
-  params.stage_bytes = Tr::stage_bytes(params.strips);
-  return launch(kOutputs ? "sm80_forward" : "sm80_states", sm80_forward_kernel<T, kKeys, kOutputs>, blocks,
-                32 * (params.strips + 1), static_cast<size_t>(Tr::shared_bytes(params.strips)), stream, params);
+// The stages of a block's ring; returns its shared memory.
+template <class Tr>
+size_t set_stages(ForwardParams* params) {
+  params->stages = Tr::stages(params->strips);
+  params->stage_bytes = Tr::stage_bytes(params->strips);
+  return static_cast<size_t>(Tr::shared_bytes(params->strips));
 }
 
-template <int kKeys>
-Status launch_scan(const ForwardParams& params, int64_t strips, cudaStream_t stream) {
-  return launch("sm80_scan", sm80_scan_kernel<kKeys>, strips, 2 * kKeys, 0, stream, params);
+template <class T, int kKeys, bool kOutputs>
+Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t stream) {
+  ForwardParams params = given;
+  const size_t bytes = set_stages<Traits<kKeys>>(&params);
+  return launch(kOutputs ? "sm80_forward" : "sm80_states", sm80_forward_kernel<T, kKeys, kOutputs>, blocks,
+                32 * (params.strips + 1), bytes, stream, params);
 }
 
 template <class T, int kKeys>
 Status launch_passes(const PassesParams& given, int64_t blocks, cudaStream_t stream) {
-  using Tr = ReverseTraits<kKeys>;
   PassesParams params = given;
-  const int strips = params.forward.strips;
-  params.forward.stages = Tr::stages(strips);
-  params.forward.stage_bytes = Tr::stage_bytes(strips);
-  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (strips + 1),
-                static_cast<size_t>(Tr::shared_bytes(strips)), stream, params);
+  const size_t bytes = set_stages<ReverseTraits<kKeys>>(&params.forward);
+  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (params.forward.strips + 1), bytes, stream,
+                params);
+}
+
+template <int kKeys>
+Status launch_scan(const ForwardParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_scan", sm80_scan_kernel<kKeys>, blocks, 2 * kKeys, 0, stream, params);
 }
 
 template <class T, int kKeys>
@@ -49,9 +51,12 @@ Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStrea
 }
 
 template <class T, int kKeys>
-inline constexpr Kernels kKernels = {launch_prepare<T, kKeys, false>, launch_forward<T, kKeys, true>,
-                                     launch_forward<T, kKeys, false>, launch_scan<kKeys>,
-                                     launch_prepare<T, kKeys, true>,  launch_passes<T, kKeys>,
+inline constexpr Kernels kKernels = {launch_prepare<T, kKeys, false>,
+                                     launch_prepare<T, kKeys, true>,
+                                     launch_forward<T, kKeys, true>,
+                                     launch_forward<T, kKeys, false>,
+                                     launch_scan<kKeys>,
+                                     launch_passes<T, kKeys>,
                                      launch_gradients<T, kKeys>};
 
 template <int kKeys>

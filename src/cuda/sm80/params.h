@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/common/gates.cuh"
+#include "cuda/common/launch.h"
 #include "cuda/common/pool.cuh"
 #include "cuda/sm80/split.h"
 #include "cuda/sm80/traits.h"
@@ -23,9 +24,6 @@ struct ChunkLists {
   int32_t* first;  // [chunks] an entry, or -1; null: no lists
   int32_t* next;   // [entries] the next entry of the same chunk, or -1
 };
-
-struct ReverseRecord;
-struct ChunkGates;
 
 struct PrepareParams {
   SequenceTable sequences;
@@ -96,5 +94,50 @@ struct ForwardParams {
   char *states, *errors;
 };
 static_assert(std::is_trivially_copyable_v<ForwardParams>);
+
+// Both serial passes. Matrices of value columns lie as the forward pass leaves its own.
+struct PassesParams {
+  ForwardParams forward;  // of the forward pass, and what both have in common
+  const ReverseRecord* reverse_records;
+  Rows d_o;                    // [B, T, Hv, V]; null and without pieces: zero
+  Rows dv;                     // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
+  char *gradients, *d_errors;  // dS at each chunk's end, Z; null: not wanted
+  DeviceStates dht;            // [N, Hv, K, V]; absent: zero
+  DeviceStates dh0;            // [N, Hv, K, V]; absent: not wanted
+  int32_t dv_columns;          // V or more, a multiple of 4
+  uint32_t reverse_blocks;
+};
+static_assert(std::is_trivially_copyable_v<PassesParams>);
+
+struct GradientsParams {
+  SequenceTable sequences;
+  Rows q, k;                                           // [B, T, Hq, K]
+  Rows d_o;                                            // [B, T, Hv, V]; null: zero
+  Rows dq, dk;                                         // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
+  const char *states, *gradients, *errors, *d_errors;  // S, dS, E and Z as the passes have left them
+  const ChunkGates* gates;                             // [chunks, Hv]
+  DeviceTensor q_inverse_norms, k_inverse_norms;       // [B, T, Hq] what rows were multiplied by; absent: as they are
+  float *dq_parts, *dk_parts;                          // [B * T, Hq, K] before the l2 norm; null: not wanted
+  float *d_log_decay, *d_beta;                         // [B * T, Hv]
+  float scale;
+  int32_t K, Hq, Hv, group;
+  int32_t value_blocks;  // of 8 value columns
+  bool starts_from_zero;
+};
+static_assert(std::is_trivially_copyable_v<GradientsParams>);
+
+// Kernels of one dtype and padded number of keys.
+template <class Params>
+using Launch = Status (*)(const Params& params, int64_t blocks, cudaStream_t stream);
+struct Kernels {
+  Launch<PrepareParams> prepare, backward_prepare;
+  Launch<ForwardParams> forward, states, scan;  // states: without outputs
+  Launch<PassesParams> passes;
+  Launch<GradientsParams> gradients;
+};
+
+// In a source for each number of keys, so that these compile side by side.
+template <int kKeys>
+const Kernels& kernels_of(DType type);
 
 }  // namespace flash_qla::cuda::sm80

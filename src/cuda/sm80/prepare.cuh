@@ -4,9 +4,7 @@
 #pragma once
 
 #include "cuda/common/dynamic_shared.cuh"
-#include "cuda/common/launch.h"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/sm80/backward_params.h"
 #include "cuda/sm80/substitution.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -142,7 +140,7 @@ __device__ void multiply_rows(const PrepareMemory& s, bool whole) {
   using Sums = float[8];
   Sums kk = {}, qk = {};
   Sums more[2] = {};  // of lower rows their second blocks, of the others what is between the steps
-  const auto multiply = [](Sums& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+  const auto multiply = [](Sums& sums, const uint32_t(&a)[4], const uint32_t(&b)[4]) {
     mma_m16n8k16<T>(sums, a[0], a[1], a[2], a[3], b[0], b[1]);
     mma_m16n8k16<T>(sums + 4, a[0], a[1], a[2], a[3], b[2], b[3]);
   };
@@ -247,7 +245,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
       store<float>(p.g_cumsum, offset_of(p.g_cumsum, place.b, place.token + t, head), static_cast<float>(c[e]));
     }
   }
-  const auto keep = [](float* to, const float (&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
+  const auto keep = [](float* to, const float(&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
   keep(s.high + 2 * lane, high);
   keep(s.low + 2 * lane, low);
   keep(record.gamma + at, gamma);

@@ -2,7 +2,6 @@
 // equations). Tiles are transposed as in the forward: rows are value columns.
 #pragma once
 
-#include "cuda/sm80/backward_params.h"
 #include "cuda/sm80/forward_step.cuh"
 
 namespace flash_qla::cuda::sm80 {

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(2 * kKeys) sm80_scan_kernel(const __grid_const
       }
       if ((tile + kAhead) / kTiles < j) load_tile(m, tile + kAhead);
       const uint4 left = s_left[tile][0][lane], left_low = s_left[tile][1][lane];
-      const auto add = [&](const uint4& a, const uint32_t (&b)[2][2]) {
+      const auto add = [&](const uint4& a, const uint32_t(&b)[2][2]) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) mma_m16n8k16<Piece>(sums.x[t], a.x, a.y, a.z, a.w, b[t][0], b[t][1]);
       };

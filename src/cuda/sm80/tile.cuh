@@ -7,7 +7,6 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/traits.h"
 
 namespace flash_qla::cuda::sm80 {
 

@@ -51,6 +51,18 @@ constexpr int triangle_block(int row, int column) {
 }
 static_assert(triangle_block(2, 2) == 7 && triangle_block(3, 3) == kTriangleBlocks - 1);
 
+// The place of block (row, column) of a lower triangular matrix of a step's tokens whose blocks are kept as the reverse
+// pass multiplies them, each of them transposed: pairs of block columns from the last to the first, for each of these
+// pairs of rows (the 16 tokens that one product sums over), and in these column by column. The block above the diagonal
+// is not kept.
+constexpr int transposed_block(int row, int column) {
+  const int pair = column / 2, later = kTileRows / 2 - 1 - pair;  // pairs of columns behind this one
+  const int before = later * (2 * later + 1);                     // their blocks
+  if (row / 2 == pair) return before + (column % 2 == 0 ? row % 2 : 2);
+  return before + 3 + 4 * (row / 2 - pair - 1) + 2 * (column % 2) + row % 2;
+}
+static_assert(transposed_block(3, 3) == 2 && transposed_block(3, 1) == kTriangleBlocks - 1);
+
 // What `prepare` leaves of one step and value head (docs/kernels/sm80.md has the names). Tokens past a sequence's end
 // have no decay and a beta of 0.
 struct alignas(16) StepRecord {
@@ -65,6 +77,23 @@ struct alignas(16) StepRecord {
 };
 inline constexpr int kStateRecordBytes = static_cast<int>(offsetof(StepRecord, scaled_gamma));
 static_assert(kStateRecordBytes % 16 == 0);
+
+// What the reverse pass needs of one step and value head beside keys and queries. P is without beta here.
+struct alignas(16) ReverseRecord {
+  char inverse[StepRecord::kTriangleBytes];  // strict(G o A)^T
+  char scores[StepRecord::kTriangleBytes];   // P^T
+  float to_end[kStep];                       // e^(c at the step's end - c)
+  float scaled_gamma[kStep];                 // scale e^c
+  float minus_gamma[kStep];                  // -e^c
+  float beta[kStep];
+  float decay[4];  // e^c at the step's end, four times
+};
+
+// The gates of a chunk and value head for the gradients: c from the chunk's start, in powers of two, as a sum of two
+// floats.
+struct ChunkGates {
+  float high[kChunk], low[kChunk], beta[kChunk];
+};
 
 // Record: what a stage has of a step beside its rows.
 template <int kKeys, class Record = StepRecord>
