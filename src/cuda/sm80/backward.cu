@@ -96,10 +96,9 @@ class HeadsBackward : Call<Arguments> {
   Gates gates() const { return device_gates(args_, args_.g_is_cumsum != 0); }
 
   Status run_passes(cudaStream_t stream) const {
-    PassesParams params{};
-    params.forward = forward_params(best_strips(p_, 2 * p_.N * p_.Hv, 0, true, sms_).of_a_block);
-    params.forward.states = states_;
-    params.forward.errors = errors_;
+    PassParams params = pass_params(best_strips(p_, 2 * p_.N * p_.Hv, 0, true, sms_).of_a_block);
+    params.states = states_;
+    params.errors = errors_;
     params.reverse_records = reverse_records_;
     params.d_o = d_o_.rows;
     params.dv = dv_.rows;
@@ -108,7 +107,7 @@ class HeadsBackward : Call<Arguments> {
     params.dht = states(args_.dht);
     params.dh0 = states(args_.dh0);
     params.dv_columns = static_cast<int32_t>(dv_.columns);
-    const int64_t blocks = p_.N * p_.Hv * params.forward.blocks_per_head;
+    const int64_t blocks = p_.N * p_.Hv * params.blocks_per_head;
     params.reverse_blocks = static_cast<uint32_t>(blocks);
     return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
   }

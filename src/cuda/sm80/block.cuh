@@ -23,7 +23,7 @@ struct Part {
 // Part `number` of a pass; false: there is none. kLocal: segments for their ends alone, which the last one of a
 // sequence does not need, and (transition) their transitions, which the first one does not need either.
 template <bool kLocal>
-__device__ __forceinline__ bool find_part(const ForwardParams& p, int64_t number, bool transition, Part* part) {
+__device__ __forceinline__ bool find_part(const PassParams& p, int64_t number, bool transition, Part* part) {
   const SequenceTable& table = p.sequences;
   *part = {0, 0, 0, 0, static_cast<int>(number), 0, -1, -1, -1, true, true, transition};
   DeviceSequence s;
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool find_part(const ForwardParams& p, int64_t number
 }
 
 // Whether a part leaves nothing of the state before it. The same in all warps that ask.
-__device__ __forceinline__ bool forgets(const ForwardParams& p, int first_chunk, int length, int head) {
+__device__ __forceinline__ bool forgets(const PassParams& p, int first_chunk, int length, int head) {
   float sum = 0.f;
   for (int i = threadIdx.x % 32; i < static_cast<int>(ceil_div(length, kChunkSize)); i += 32) {
     sum += p.decays[static_cast<int64_t>(first_chunk + i) * p.Hv + head];
@@ -92,7 +92,7 @@ struct BlockStrips {
   int64_t part;  // its number
   int head, column, strips;
 };
-__device__ __forceinline__ BlockStrips strips_of_block(const ForwardParams& p, unsigned block, int blocks_per_head,
+__device__ __forceinline__ BlockStrips strips_of_block(const PassParams& p, unsigned block, int blocks_per_head,
                                                        int columns) {
   const unsigned rest = block / blocks_per_head;
   const int column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
@@ -106,7 +106,7 @@ class Ring {
   __device__ __forceinline__ Ring(uint32_t barriers, int stages, int stage_bytes)
       : barriers_(barriers), stages_(stages), stage_bytes_(stage_bytes) {}
   // By all threads of a block: its ring and its place are ready behind this.
-  static __device__ __forceinline__ Ring start(const ForwardParams& p, const Part& part, const BlockStrips& block) {
+  static __device__ __forceinline__ Ring start(const PassParams& p, const Part& part, const BlockStrips& block) {
     const uint32_t barriers = smem_address(dynamic_shared<char>());
     if (threadIdx.x == 0) {
       for (int i = 0; i < p.stages; ++i) {
@@ -182,7 +182,7 @@ class ValueCopier {
 // The warp that loads: steps of a part into the ring, kBack from its last to its first. kRecordBytes: what is copied of
 // a record. `values`: V or dO, null: zero. Those of a transition are zero, too.
 template <int kKeys, bool kQueries, bool kBack, int kRecordBytes, class Record>
-__device__ void load_steps(const ForwardParams& p, const Part& part, const Record* records, const Rows& values,
+__device__ void load_steps(const PassParams& p, const Part& part, const Record* records, const Rows& values,
                            const BlockStrips& block, Ring ring) {
   using Tr = Traits<kKeys, Record>;
   const int lane = threadIdx.x % 32, head = block.head, key_head = head / p.group;

@@ -99,8 +99,8 @@ inline DeviceStates take_padded_states(const Problem& p, int64_t rows, int64_t v
 }
 
 // The parameters of a pass without what is kept on the way.
-inline ForwardParams states_alone(const ForwardParams& params) {
-  ForwardParams alone = params;
+inline PassParams states_alone(const PassParams& params) {
+  PassParams alone = params;
   alone.h = alone.checkpoints = alone.listed_states = {};
   alone.checkpoint_every = 0;
   alone.listed = {};
@@ -158,8 +158,8 @@ class Call {
   }
 
   // Of the forward pass, over whole sequences.
-  ForwardParams forward_params(int strips) const {
-    auto params = params_of<ForwardParams>();
+  PassParams pass_params(int strips) const {
+    auto params = params_of<PassParams>();
     params.v = v_.rows;
     params.initial_state = states(args_.initial_state);
     params.records = records_;

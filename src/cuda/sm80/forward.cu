@@ -57,11 +57,11 @@ class ForwardCall : Call<Arguments> {
     FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, prepare_blocks(prepare, p_.chunk_bound), stream));
 
     FLASH_QLA_RETURN_IF_ERROR(v_.fill(p_, stream));
-    const ForwardParams forward = pass_params();
+    const PassParams forward = outputs_params();
     const int64_t blocks_per_part = p_.Hv * forward.blocks_per_head;
     if (split_.rule.least_chunks > 0) {
       // States at the segments' ends and transitions beside each other; then the states at their starts.
-      const ForwardParams local = for_segments(forward);
+      const PassParams local = for_segments(forward);
       const int64_t transitions = split_.parts * p_.Hv * local.transition_blocks_per_head;
       FLASH_QLA_RETURN_IF_ERROR(kernels_.states(local, local.first_transition + transitions, stream));
       FLASH_QLA_RETURN_IF_ERROR(kernels_.scan(local, p_.N * p_.Hv * ceil_div(p_.V, kStrip), stream));
@@ -83,8 +83,8 @@ class ForwardCall : Call<Arguments> {
   }
 
  private:
-  ForwardParams pass_params() const {
-    ForwardParams params = forward_params(split_.strips);
+  PassParams outputs_params() const {
+    PassParams params = pass_params(split_.strips);
     params.pool_indices = pool_indices(args_);
     params.o = o_.rows;
     params.o_columns = static_cast<int32_t>(o_.columns);
@@ -103,8 +103,8 @@ class ForwardCall : Call<Arguments> {
   }
 
   // The parameters of the pass over segments for their states alone.
-  ForwardParams for_segments(const ForwardParams& forward) const {
-    ForwardParams params = states_alone(forward);
+  PassParams for_segments(const PassParams& forward) const {
+    PassParams params = states_alone(forward);
     params.transitions = transitions_;
     params.decays = decays_;
     params.decay_threshold = decay_threshold(args_.options);

@@ -28,7 +28,7 @@ __device__ __forceinline__ StripPlace strip_place(int K, int V) {
 
 // A strip's matrices in the workspace: the first block of the warp's strip in a matrix of a chunk, `row` blocks side by
 // side.
-__device__ __forceinline__ char* strip_blocks(char* matrices, const ForwardParams& p, int chunk, int row) {
+__device__ __forceinline__ char* strip_blocks(char* matrices, const PassParams& p, int chunk, int row) {
   const Place& block = place_of_block();
   const int value_blocks = (p.V + kStrip - 1) / kStrip * 2, strip = static_cast<int>(threadIdx.x / 32);
   const int64_t matrix = static_cast<int64_t>(block.part.first_chunk + chunk) * p.Hv + block.head;
@@ -51,7 +51,7 @@ enum class Pass { kOutputs, kStates, kBackward };
 
 // What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
 template <int kKeys, Pass kPass, class State>
-__device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, int tokens, State& state) {
+__device__ __forceinline__ void keep_state(const PassParams& p, bool at_end, int tokens, State& state) {
   const Part& part = place_of_block().part;
   const int64_t chunk = part.first_chunk + tokens / kChunkSize;
   const int of_sequence = part.offset + tokens;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, 
 
 // The state that a part starts from. `slot`: of the pool.
 template <int kKeys, Pass kPass, class State>
-__device__ __forceinline__ void load_start(const ForwardParams& p, const Part& part, int64_t slot, State& state) {
+__device__ __forceinline__ void load_start(const PassParams& p, const Part& part, int64_t slot, State& state) {
   StripPlace place = strip_place(p.K, p.V);
   DeviceStates from{};
   int64_t row = part.n;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_start(const ForwardParams& p, const Part& p
 
 // A warp that carries a strip from a part's start to its end.
 template <class T, int kKeys, Pass kPass>
-__device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, Ring ring) {
+__device__ void carry_strip(const PassParams& p, const Part& part, int64_t slot, Ring ring) {
   using Tr = Traits<kKeys>;
   constexpr bool kOutputs = kPass == Pass::kOutputs;
   constexpr bool kTwoStages = Tr::stages(1) == 2;  // one register less, where there are none
@@ -160,7 +160,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
 }
 
 // Rows of a skipped sequence's outputs, of a block's columns.
-__device__ inline void write_zero_rows(const ForwardParams& p, const Part& part, int head, int column) {
+__device__ inline void write_zero_rows(const PassParams& p, const Part& part, int head, int column) {
   const int pieces = p.strips * kStrip / 4;
   uint16_t* o = const_cast<uint16_t*>(row_at(p.o, part.b, part.begin, head)) + column;
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(part.length) * pieces; i += blockDim.x) {
@@ -172,7 +172,7 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
 
 // A pass over sequences or segments with outputs; without, over what is computed for its states alone.
 template <class T, int kKeys, bool kOutputs>
-__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ PassParams p) {
   using Tr = Traits<kKeys>;
   const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
   const BlockStrips block = transition ? strips_of_block(p, blockIdx.x - static_cast<unsigned>(p.first_transition),

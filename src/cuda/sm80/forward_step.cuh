@@ -132,7 +132,7 @@ class Step {
       for (int i = 0; i < 2; ++i) {
         const int tile = 2 * pair + i;
         const float2 gamma = s_.token_pair(offsetof(StepRecord, gamma), group * kTiles + tile);
-        float(&x)[4] = sums.x[tile];
+        float (&x)[4] = sums.x[tile];
         const float2 low = unpack2<T>(v[2 * i]), high = unpack2<T>(v[2 * i + 1]);
         x[0] = fmaf(-gamma.x, x[0], low.x);
         x[1] = fmaf(-gamma.y, x[1], low.y);
@@ -152,7 +152,7 @@ class Step {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const float2 factor = s_.token_pair(offsetof(StepRecord, update), group * kTiles + i);
-      const float(&e)[4] = errors.x[i];
+      const float (&e)[4] = errors.x[i];
       scaled.x[i / 2][i % 2 * 2] = pack2<T>(e[0] * factor.x, e[1] * factor.y);
       scaled.x[i / 2][i % 2 * 2 + 1] = pack2<T>(e[2] * factor.x, e[3] * factor.y);
     }
@@ -163,8 +163,8 @@ class Step {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const float2 gamma = s_.token_pair(offsetof(StepRecord, scaled_gamma), group * kTiles + i);
-      float(&o)[4] = queries_[group].x[i];
-      const float(&before)[4] = made_.x[group * kTiles + i];
+      float (&o)[4] = queries_[group].x[i];
+      const float (&before)[4] = made_.x[group * kTiles + i];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float factor = e % 2 == 0 ? gamma.x : gamma.y;

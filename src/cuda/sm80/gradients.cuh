@@ -63,18 +63,11 @@ class Gradients {
     copy_slice(keys() + Tr::kRowsBytes, p_.q);
     load_values(0, 0, 0);
     int parity = 0;
-    Keys dq, dk;
-    dq.clear();
-    dk.clear();
+    Keys dq{}, dk{};
     for (int member = 0; member < p_.group; ++member) {
-      Keys of_q, plus, minus;     // dO S0^T, Z S0^T and E dS1^T, before the factors of their rows
-      Scores by_d_o, by_d_error;  // dO E^T and Z E^T
-      float of_states = 0.f;
-      of_q.clear();
-      plus.clear();
-      minus.clear();
-      by_d_o.clear();
-      by_d_error.clear();
+      Keys of_q{}, plus{}, minus{};   // dO S0^T, Z S0^T and E dS1^T, before the factors of their rows
+      Scores by_d_o{}, by_d_error{};  // dO E^T and Z E^T
+      float of_states = 0.f;          // <dS1, S0>
       for (int values = 0; values < value_slices; ++values, parity ^= 1) {
         const bool more = values + 1 < value_slices;
         if (more || member + 1 < p_.group) {
@@ -91,7 +84,8 @@ class Gradients {
       parity ^= 1;  // the last stage once more
       const ChunkGates& gates = memory().of_heads[member % 3];
       write_scores(stage(parity), gates, by_d_o, by_d_error, slice() == 0 ? memory().d_beta + member : nullptr);
-      add_states(of_states);
+      of_states = warp_sum(of_states);
+      if (lane_ == 0) memory().of_states[threadIdx.x / 32] = of_states;
       scale_rows(gates, of_q, plus, minus);
       __syncthreads();
       add_scores(stage(parity), of_q, plus, minus);
@@ -99,14 +93,10 @@ class Gradients {
       __syncthreads();
       if (threadIdx.x < 32) store_gates(gates, member);
       parity ^= 1;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          dq.x[i][e] += of_q.x[i][e];
-          dk.x[i][e] += plus.x[i][e] + minus.x[i][e];
-        }
-      }
+      dq.each([&](float& x, int i, int e) {
+        x += of_q.x[i][e];
+        dk.x[i][e] += plus.x[i][e] + minus.x[i][e];
+      });
     }
     store_rows(dq, keys() + Tr::kRowsBytes, p_.dq, p_.dq_parts, p_.q_inverse_norms);
     store_rows(dk, keys(), p_.dk, p_.dk_parts, p_.k_inverse_norms);
@@ -196,43 +186,37 @@ class Gradients {
     constexpr int kStateRow = Tr::kSlice / 8;
 #pragma unroll
     for (int k = 0; k < kValueSlice / 16; ++k) {
-      {
-        uint32_t d_o[4], d_error[4];
-        load_matrix_x4(stage + slice_offset(row_of_left(), 2 * k + lane_ / 16), d_o);
-        load_matrix_x4_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true),
-                             d_error);
+      uint32_t d_o[4], d_error[4];
+      load_matrix_x4(stage + slice_offset(strip() * kStrip + lane_ % 16, 2 * k + lane_ / 16), d_o);
+      load_matrix_x4_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), d_error);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile += 2) {
-          uint32_t s[4];
-          load_matrix_x4_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        uint32_t s[4];
+        load_matrix_x4_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            mma_m16n8k16<T>(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
-            mma_m16n8k16<T>(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          mma_m16n8k16<T>(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
+          mma_m16n8k16<T>(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
         }
+      }
 #pragma unroll
-        for (int tile = 0; tile < kScoreTiles; tile += 2) {
-          if (tile > strip()) continue;
-          uint32_t e[4];
-          load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_),
-                               e);
+      for (int tile = 0; tile < kScoreTiles; tile += 2) {
+        if (tile > strip()) continue;
+        uint32_t e[4];
+        load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_), e);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (tile + i > strip()) continue;
-            mma_m16n8k16<T>(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
-            mma_m16n8k16<T>(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          if (tile + i > strip()) continue;
+          mma_m16n8k16<T>(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
+          mma_m16n8k16<T>(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
         }
       }
       uint32_t error[4];
       load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), error);
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile += 2) {
-        uint32_t d[4];
-        load_matrix_x4_trans(four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), d);
-        mma_m16n8k16<T>(minus.x[tile], error, d[0], d[1]);
-        mma_m16n8k16<T>(minus.x[tile + 1], error, d[2], d[3]);
+        multiply_block<T, true>(minus, tile, error,
+                                four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_));
       }
     }
     // The diagonals of S0 dS1^T, of two tiles of keys a warp: a right operand of eight columns is half of a left one of
@@ -254,15 +238,9 @@ class Gradients {
       if (lane_ / 4 == lane_ % 4 * 2 + e) of_states += sums[e] + sums[2 + e];
     }
   }
-  __device__ __forceinline__ int row_of_left() const { return strip() * kStrip + lane_ % 16; }
   // The tiles of eight columns on and left of a strip's diagonal are shared by two warps: strip() + 1 of them from
   // here.
   __device__ __forceinline__ int first_column() const { return half() * (strip() + 1); }
-
-  __device__ __forceinline__ void add_states(float sum) const {
-    sum = warp_sum(sum);
-    if (lane_ == 0) memory().of_states[threadIdx.x / 32] = sum;
-  }
 
   // ---- products with tokens
 

@@ -15,32 +15,22 @@ Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t 
                 kPrepareThreads, prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
-// The stages of a block's ring; returns its shared memory.
-template <class Tr>
-size_t set_stages(ForwardParams* params) {
-  params->stages = Tr::stages(params->strips);
-  params->stage_bytes = Tr::stage_bytes(params->strips);
-  return static_cast<size_t>(Tr::shared_bytes(params->strips));
-}
-
-template <class T, int kKeys, bool kOutputs>
-Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t stream) {
-  ForwardParams params = given;
-  const size_t bytes = set_stages<Traits<kKeys>>(&params);
-  return launch(kOutputs ? "sm80_forward" : "sm80_states", sm80_forward_kernel<T, kKeys, kOutputs>, blocks,
-                32 * (params.strips + 1), bytes, stream, params);
-}
-
-template <class T, int kKeys>
-Status launch_passes(const PassesParams& given, int64_t blocks, cudaStream_t stream) {
-  PassesParams params = given;
-  const size_t bytes = set_stages<ReverseTraits<kKeys>>(&params.forward);
-  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (params.forward.strips + 1), bytes, stream,
-                params);
+template <class T, int kKeys, Pass kPass>
+Status launch_pass(const PassParams& given, int64_t blocks, cudaStream_t stream) {
+  using Tr = std::conditional_t<kPass == Pass::kBackward, ReverseTraits<kKeys>, Traits<kKeys>>;
+  PassParams params = given;
+  params.stages = Tr::stages(params.strips);
+  params.stage_bytes = Tr::stage_bytes(params.strips);
+  const auto start = [&](const char* name, void (*kernel)(PassParams)) {
+    return launch(name, kernel, blocks, 32 * (params.strips + 1), Tr::shared_bytes(params.strips), stream, params);
+  };
+  if constexpr (kPass == Pass::kBackward) return start("sm80_passes", sm80_passes_kernel<T, kKeys>);
+  if constexpr (kPass == Pass::kOutputs) return start("sm80_forward", sm80_forward_kernel<T, kKeys, true>);
+  if constexpr (kPass == Pass::kStates) return start("sm80_states", sm80_forward_kernel<T, kKeys, false>);
 }
 
 template <int kKeys>
-Status launch_scan(const ForwardParams& params, int64_t blocks, cudaStream_t stream) {
+Status launch_scan(const PassParams& params, int64_t blocks, cudaStream_t stream) {
   return launch("sm80_scan", sm80_scan_kernel<kKeys>, blocks, 2 * kKeys, 0, stream, params);
 }
 
@@ -53,10 +43,10 @@ Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStrea
 template <class T, int kKeys>
 inline constexpr Kernels kKernels = {launch_prepare<T, kKeys, false>,
                                      launch_prepare<T, kKeys, true>,
-                                     launch_forward<T, kKeys, true>,
-                                     launch_forward<T, kKeys, false>,
+                                     launch_pass<T, kKeys, Pass::kOutputs>,
+                                     launch_pass<T, kKeys, Pass::kStates>,
                                      launch_scan<kKeys>,
-                                     launch_passes<T, kKeys>,
+                                     launch_pass<T, kKeys, Pass::kBackward>,
                                      launch_gradients<T, kKeys>};
 
 template <int kKeys>

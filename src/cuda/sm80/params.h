@@ -50,7 +50,8 @@ struct PrepareParams {
 };
 static_assert(std::is_trivially_copyable_v<PrepareParams>);
 
-struct ForwardParams {
+// Of all serial passes.
+struct PassParams {
   SequenceTable sequences;
   SegmentRule rule;
   // Parts that are computed from `starts` as sequences of their own, part i from row i; null: none. first_chunk is that
@@ -89,25 +90,18 @@ struct ForwardParams {
   int32_t stages, stage_bytes;
   int32_t keeps_states;  // at the starts of chunks
 
-  // Of the backward: S at each chunk's start and E, as 8x8 blocks, [chunks, Hv, V / 8, K / 8] and [chunks, Hv, V / 8,
-  // 8] of them, rows of a block being value columns.
+  // Of the backward. Matrices lie as 8x8 blocks whose rows are value columns: of S at each chunk's start and dS at its
+  // end [chunks, Hv, V / 8, K / 8] blocks, of E and Z [chunks, Hv, V / 8, 8].
   char *states, *errors;
-};
-static_assert(std::is_trivially_copyable_v<ForwardParams>);
-
-// Both serial passes. Matrices of value columns lie as the forward pass leaves its own.
-struct PassesParams {
-  ForwardParams forward;  // of the forward pass, and what both have in common
-  const ReverseRecord* reverse_records;
-  Rows d_o;                    // [B, T, Hv, V]; null and without pieces: zero
-  Rows dv;                     // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
-  char *gradients, *d_errors;  // dS at each chunk's end, Z; null: not wanted
-  DeviceStates dht;            // [N, Hv, K, V]; absent: zero
-  DeviceStates dh0;            // [N, Hv, K, V]; absent: not wanted
-  int32_t dv_columns;          // V or more, a multiple of 4
+  const ReverseRecord* reverse_records;  // [chunks, Hv, kStepsPerChunk]
+  Rows d_o;                              // [B, T, Hv, V]; null and without pieces: zero
+  Rows dv;                               // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
+  char *gradients, *d_errors;            // dS, Z; null: not wanted
+  DeviceStates dht, dh0;                 // [N, Hv, K, V]; absent: zero, not wanted
+  int32_t dv_columns;                    // V or more, a multiple of 4
   uint32_t reverse_blocks;
 };
-static_assert(std::is_trivially_copyable_v<PassesParams>);
+static_assert(std::is_trivially_copyable_v<PassParams>);
 
 struct GradientsParams {
   SequenceTable sequences;
@@ -131,8 +125,7 @@ template <class Params>
 using Launch = Status (*)(const Params& params, int64_t blocks, cudaStream_t stream);
 struct Kernels {
   Launch<PrepareParams> prepare, backward_prepare;
-  Launch<ForwardParams> forward, states, scan;  // states: without outputs
-  Launch<PassesParams> passes;
+  Launch<PassParams> forward, states, scan, passes;  // states: without outputs; passes: of the backward
   Launch<GradientsParams> gradients;
 };
 

@@ -14,6 +14,11 @@ inline constexpr int kPrepareWarps = 4, kPrepareThreads = 32 * kPrepareWarps;
 // Value heads at a time: a warp makes the same columns of the inverses of both.
 inline constexpr int kHeadsAtOnce = 2;
 
+__device__ __forceinline__ float2 load_pair(const float* at) { return *reinterpret_cast<const float2*>(at); }
+__device__ __forceinline__ void store_pair(float* at, float x, float y) {
+  *reinterpret_cast<float2*>(at) = make_float2(x, y);
+}
+
 struct alignas(128) HeadGates {
   float high[kChunk], low[kChunk];  // c from the step's start, in powers of two, as a sum of two floats
   float beta[kChunk];
@@ -137,45 +142,39 @@ __device__ void multiply_rows(const PrepareMemory& s, bool whole) {
   const uint32_t keys = smem_address(s.tiles), queries = keys + kChunk * kKeys * 2;
   const BlockReader<kKeys> left_keys(keys, lane, Order::kLeftOperand), left_queries(queries, lane, Order::kLeftOperand);
   const BlockReader<kKeys> right(keys, lane, Order::kRightOperand);
-  using Sums = float[8];
-  Sums kk = {}, qk = {};
-  Sums more[2] = {};  // of lower rows their second blocks, of the others what is between the steps
-  const auto multiply = [](Sums& sums, const uint32_t(&a)[4], const uint32_t(&b)[4]) {
-    mma_m16n8k16<T>(sums, a[0], a[1], a[2], a[3], b[0], b[1]);
-    mma_m16n8k16<T>(sums + 4, a[0], a[1], a[2], a[3], b[2], b[3]);
-  };
+  Sums<2> kk{}, qk{};
+  Sums<2> more[2] = {};  // of lower rows their second blocks, of the others what is between the steps
 #pragma unroll 2
   for (int k = 0; k < kKeys / 16; ++k) {
     uint32_t a[4], of_queries[4], b[4];
     load_matrix_x4(left_keys.at(row, k), a);
     load_matrix_x4(left_queries.at(row, k), of_queries);
     load_matrix_x4(right.at(2 * step, k), b);
-    multiply(kk, a, b);
-    multiply(qk, of_queries, b);
+    multiply_two<T>(kk, 0, a, b);
+    multiply_two<T>(qk, 0, of_queries, b);
     if (!lower) continue;
     load_matrix_x4(right.at(2 * step + 1, k), b);
-    multiply(more[0], a, b);
-    multiply(more[1], of_queries, b);
+    multiply_two<T>(more[0], 0, a, b);
+    multiply_two<T>(more[1], 0, of_queries, b);
   }
   if (whole && !lower) {
 #pragma unroll 2
     for (int k = 0; k < kKeys / 16; ++k) {
-      uint32_t a[4], b[4];
+      uint32_t a[4];
       load_matrix_x4(left_keys.at(2 + step, k), a);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        load_matrix_x4(right.at(j, k), b);
-        multiply(more[j], a, b);
+        multiply_block<T, false>(more[j], 0, a, right.at(j, k));
       }
     }
   }
   __syncthreads();  // the tiles have been read: the products take their place
-  const auto keep = [&](float* matrix, int i, int j, const Sums& sums) {
+  const auto keep = [&](float* matrix, int i, int j, const Sums<2>& sums) {
     float* to = matrix + lower_block(i, j) + lane / 4 * kSide + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(to + 8 * half) = make_float2(sums[4 * half], sums[4 * half + 1]);
-      *reinterpret_cast<float2*>(to + 8 * kSide + 8 * half) = make_float2(sums[4 * half + 2], sums[4 * half + 3]);
+      store_pair(to + 8 * half, sums.x[half][0], sums.x[half][1]);
+      store_pair(to + 8 * kSide + 8 * half, sums.x[half][2], sums.x[half][3]);
     }
   };
   keep(s.kk(), row, 2 * step, kk);
@@ -207,8 +206,6 @@ __device__ inline void load_gates(const PrepareParams& p, const PreparePlace& pl
   gates[of].high[t] = g;
   gates[of].beta[t] = beta;
 }
-
-__device__ __forceinline__ float2 load_pair(const float* at) { return *reinterpret_cast<const float2*>(at); }
 
 // The sums of a value head's log decays, by one warp: in double, to shared memory and to the records.
 __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, HeadGates& s) {
@@ -245,13 +242,11 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
       store<float>(p.g_cumsum, offset_of(p.g_cumsum, place.b, place.token + t, head), static_cast<float>(c[e]));
     }
   }
-  const auto keep = [](float* to, const float(&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
-  keep(s.high + 2 * lane, high);
-  keep(s.low + 2 * lane, low);
-  keep(record.gamma + at, gamma);
-  keep(record.update + at, update);
-  const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
-  keep(record.scaled_gamma + at, scaled);
+  store_pair(s.high + 2 * lane, high[0], high[1]);
+  store_pair(s.low + 2 * lane, low[0], low[1]);
+  store_pair(record.gamma + at, gamma[0], gamma[1]);
+  store_pair(record.update + at, update[0], update[1]);
+  store_pair(record.scaled_gamma + at, p.scale * gamma[0], p.scale * gamma[1]);
   if (lane == 0) s.total = static_cast<float>(of_chunk);
   if (lane % kLanesPerStep < 4) record.decay[lane % kLanesPerStep] = exp2_approx(static_cast<float>(end));
 }
@@ -426,10 +421,6 @@ __device__ __forceinline__ void multiply_tiles(const PrepareParams& p, const Pre
   multiply_rows<T, kKeys>(s, whole);
 }
 
-// The head whose gates a warp sums, those past the last one: none. Every second warp has the second block of columns of
-// a step's inverse, a third of the work of the first one.
-__device__ __forceinline__ int short_columns_head(int warp) { return warp % 2 == 0 ? kHeadsAtOnce : warp / 2; }
-
 // kBackward: leaves what the backward needs, with one inverse after the other, in the place of outputs.
 template <class T, int kKeys, bool kBackward>
 __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
@@ -450,7 +441,8 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     load_gates(p, place, first, heads, s.gates);
     if (first == place.first_head) multiply_tiles<T, kKeys, !kBackward>(p, place, s, wants_A);
     __syncthreads();
-    const int sums_of = short_columns_head(warp);
+    // Every second warp sums gates: it has the second block of columns of a step's inverse, a third of the work.
+    const int sums_of = warp % 2 == 0 ? kHeadsAtOnce : warp / 2;
     if (sums_of < heads) {
       sum_gates(p, place, first + sums_of, s.gates[sums_of]);
       if (!kBackward && p.decays != nullptr) write_decay(p, place, first + sums_of, s.gates[sums_of], s.kk());

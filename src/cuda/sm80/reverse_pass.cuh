@@ -9,15 +9,14 @@ namespace flash_qla::cuda::sm80 {
 
 // A warp that carries the gradient of a strip's state from a sequence's end to its start.
 template <class T, int kKeys>
-__device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
+__device__ void carry_back(const PassParams& p, const Part& part, Ring ring) {
   using Tr = ReverseTraits<kKeys>;
   using ThisStep = ReverseStep<T, kKeys>;
   int lane = threadIdx.x % 32;
   const uint32_t values_at = Tr::kValuesAt + threadIdx.x / 32 * kValueBytes;
 
-  typename ThisStep::State state;
-  state.clear();
-  const auto place = [&] { return strip_place(p.forward.K, p.forward.V); };
+  typename ThisStep::State state{};
+  const auto place = [&] { return strip_place(p.K, p.V); };
   if (p.dht.data != nullptr) load_state(state, p.dht, part.n, place());
   bool at_end = true;  // of a chunk
   for (int number = static_cast<int>(ceil_div(part.length, kStep)) - 1; number >= 0; --number) {
@@ -26,7 +25,7 @@ __device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
     Packed<Tr::kKeyTiles> packed;
     if (at_end && p.gradients != nullptr) {
       packed = pack<T>(state);
-      store_blocks(packed, strip_blocks(p.gradients, p.forward, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
+      store_blocks(packed, strip_blocks(p.gradients, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
     }
     at_end = number % kStepsPerChunk == 0;
     const Range<T> of_state = ThisStep::pack_in_range(state, packed);
@@ -36,7 +35,7 @@ __device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
     typename ThisStep::Tokens sums;
     step.begin(state, packed, of_state, sums);
     if (p.d_errors != nullptr) {
-      char* to = strip_blocks(p.d_errors, p.forward, chunk, kChunkBlocks);
+      char* to = strip_blocks(p.d_errors, p, chunk, kChunkBlocks);
       store_blocks(pack<T>(sums), to + number % kStepsPerChunk * Tr::kTokenTiles * kBlockBytes,
                    kChunkBlocks * kBlockBytes);
     }
@@ -68,26 +67,25 @@ __device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
 }
 
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_passes_kernel(const __grid_constant__ PassesParams p) {
-  const ForwardParams& f = p.forward;
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_passes_kernel(const __grid_constant__ PassParams p) {
   const bool back = blockIdx.x < p.reverse_blocks;
   const BlockStrips block =
-      strips_of_block(f, back ? blockIdx.x : blockIdx.x - p.reverse_blocks, f.blocks_per_head, f.V);
+      strips_of_block(p, back ? blockIdx.x : blockIdx.x - p.reverse_blocks, p.blocks_per_head, p.V);
   Part part;
-  find_part<false>(f, block.part, false, &part);
-  const Ring ring = Ring::start(f, part, block);
+  find_part<false>(p, block.part, false, &part);
+  const Ring ring = Ring::start(p, part, block);
   const int warp = threadIdx.x / 32;
-  if (warp == f.strips) {
+  if (warp == p.strips) {
     if (back) {
-      load_steps<kKeys, true, true, sizeof(ReverseRecord)>(f, part, p.reverse_records, p.d_o, block, ring);
+      load_steps<kKeys, true, true, sizeof(ReverseRecord)>(p, part, p.reverse_records, p.d_o, block, ring);
     } else {
-      load_steps<kKeys, false, false, kStateRecordBytes>(f, part, f.records, f.v, block, ring);
+      load_steps<kKeys, false, false, kStateRecordBytes>(p, part, p.records, p.v, block, ring);
     }
   } else if (warp < block.strips) {
     if (back) {
       carry_back<T, kKeys>(p, part, ring);
     } else {
-      carry_strip<T, kKeys, Pass::kBackward>(f, part, kNoSlot, ring);
+      carry_strip<T, kKeys, Pass::kBackward>(p, part, kNoSlot, ring);
     }
   }
 }

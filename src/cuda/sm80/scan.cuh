@@ -25,7 +25,7 @@ __device__ __forceinline__ void split_pair(float x, float y, uint32_t& high, uin
 // the left eight are keys 4 q, 4 q + 1, and those of the right eight 4 q + 2, 4 q + 3, q = lane % 4; of results, column
 // i of product t is key 2 i + t.
 template <int kKeys>
-__global__ void __launch_bounds__(2 * kKeys) sm80_scan_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(2 * kKeys) sm80_scan_kernel(const __grid_constant__ PassParams p) {
   constexpr int kTiles = kKeys / 16;
   // Tiles [16 columns x 16 keys] of transitions on their way: those of a segment, or as many as registers allow.
   constexpr int kAhead = kTiles <= 8 ? kTiles : kTiles / 2 > 6 ? 4 : 6;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(2 * kKeys) sm80_scan_kernel(const __grid_const
       }
       if ((tile + kAhead) / kTiles < j) load_tile(m, tile + kAhead);
       const uint4 left = s_left[tile][0][lane], left_low = s_left[tile][1][lane];
-      const auto add = [&](const uint4& a, const uint32_t(&b)[2][2]) {
+      const auto add = [&](const uint4& a, const uint32_t (&b)[2][2]) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) mma_m16n8k16<Piece>(sums.x[t], a.x, a.y, a.z, a.w, b[t][0], b[t][1]);
       };

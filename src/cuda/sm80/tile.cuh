@@ -145,8 +145,14 @@ __device__ __forceinline__ Packed<kTiles> pack(const Sums<kTiles>& sums) {
   return packed;
 }
 
-// Two tiles of sums from `tile` on += left times the right operands of a 16x16 block, of which the lane reads
-// `address`.
+// Two tiles of sums from `tile` on += left times the right operands of a 16x16 block.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_two(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
+                                             const uint32_t (&b)[4]) {
+  mma_m16n8k16<T>(sums.x[tile], left, b[0], b[1]);
+  mma_m16n8k16<T>(sums.x[tile + 1], left, b[2], b[3]);
+}
+// The same of a block in shared memory; the lane's address in it.
 template <class T, bool kTransposed, int kTiles>
 __device__ __forceinline__ void multiply_block(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
                                                uint32_t address) {
@@ -156,8 +162,7 @@ __device__ __forceinline__ void multiply_block(Sums<kTiles>& sums, int tile, con
   } else {
     load_matrix_x4(address, b);
   }
-  mma_m16n8k16<T>(sums.x[tile], left, b[0], b[1]);
-  mma_m16n8k16<T>(sums.x[tile + 1], left, b[2], b[3]);
+  multiply_two<T>(sums, tile, left, b);
 }
 
 // V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
