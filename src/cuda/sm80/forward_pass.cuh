@@ -136,8 +136,8 @@ __device__ void carry_strip(const PassParams& p, const Part& part, int64_t slot,
     if constexpr (kPass == Pass::kBackward) {
       if (!at_end && number % kStepsPerChunk == 0) {
         const int chunk = number / kStepsPerChunk;
-        store_blocks(packed, strip_blocks(p.states, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
-        rows.at = strip_blocks(p.errors, p, chunk, kChunkBlocks);
+        store_blocks(packed, strip_blocks(p.matrices.states, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
+        rows.at = strip_blocks(p.matrices.errors, p, chunk, kChunkBlocks);
       }
     } else if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
       // A segment's initial state is kept at its start alone.

@@ -41,10 +41,10 @@ class Gradients {
     const int64_t token = sequence.begin + t0, matrix = chunk * p_.Hv + key_head * p_.group;
     const int64_t token_bytes = matrix * p_.value_blocks * kChunkBlocks * kBlockBytes;
     const int64_t state_bytes = matrix * p_.value_blocks * (kKeys / 8) * kBlockBytes;
-    memory().errors = p_.errors + token_bytes;
-    memory().d_errors = p_.d_errors + token_bytes;
-    memory().states = p_.states + state_bytes;
-    memory().gradients = p_.gradients + state_bytes;
+    memory().errors = p_.matrices.errors + token_bytes;
+    memory().d_errors = p_.matrices.d_errors + token_bytes;
+    memory().states = p_.matrices.states + state_bytes;
+    memory().gradients = p_.matrices.gradients + state_bytes;
     memory().d_o = row_at(p_.d_o, sequence.b, token, key_head * p_.group);
     memory().gates = p_.gates + matrix;
     memory().row = sequence.b * p_.sequences.T + token;
@@ -98,8 +98,8 @@ class Gradients {
         dk.x[i][e] += plus.x[i][e] + minus.x[i][e];
       });
     }
-    store_rows(dq, keys() + Tr::kRowsBytes, p_.dq, p_.dq_parts, p_.q_inverse_norms);
-    store_rows(dk, keys(), p_.dk, p_.dk_parts, p_.k_inverse_norms);
+    store_rows(dq, keys() + Tr::kRowsBytes, p_.dq);
+    store_rows(dk, keys(), p_.dk);
   }
 
   // Shared memory: tiles of keys and of queries, two stages, and the rest.
@@ -399,9 +399,8 @@ class Gradients {
 
   // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once. Slices of the keys
   // leave parts of what is to go through it.
-  __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const Rows& to, float* parts,
-                                             const DeviceTensor& inverse_norms) const {
-    if (Tr::kSlices == 1 && inverse_norms.data != nullptr) {
+  __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const KeyGradients& to) const {
+    if (Tr::kSlices == 1 && to.inverse_norms.data != nullptr) {
       __syncthreads();  // the sums of the halves are used again
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -414,8 +413,8 @@ class Gradients {
       for (int r = 0; r < 2; ++r) {  // dx = (dy - <dy, y> y) / |x| with y = x / |x|
         const int i = row() + 8 * r;
         if (i >= memory().count) continue;
-        const float scale =
-            load<float>(inverse_norms, offset_of(inverse_norms, memory().b, memory().token + i, memory().key_head));
+        const float scale = load<float>(to.inverse_norms,
+                                        offset_of(to.inverse_norms, memory().b, memory().token + i, memory().key_head));
         const float along = memory().by_token[0][i] + memory().by_token[1][i];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
@@ -430,8 +429,8 @@ class Gradients {
     for (int r = 0; r < 2; ++r) {
       const int i = row() + 8 * r;
       if (i >= memory().count) continue;
-      if (Tr::kSlices > 1 && parts != nullptr) {
-        float* at = parts + ((memory().row + i) * p_.Hq + memory().key_head) * p_.K + first_key;
+      if (Tr::kSlices > 1 && to.parts != nullptr) {
+        float* at = to.parts + ((memory().row + i) * p_.Hq + memory().key_head) * p_.K + first_key;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -439,8 +438,9 @@ class Gradients {
             if (first_key + 8 * tile + e < p_.K) at[8 * tile + e] = sums.x[tile][2 * r + e];
           }
         }
-      } else if (to.data != nullptr) {
-        uint16_t* at = const_cast<uint16_t*>(row_at(to, memory().b, memory().token + i, memory().key_head)) + first_key;
+      } else if (to.rows.data != nullptr) {
+        uint16_t* at =
+            const_cast<uint16_t*>(row_at(to.rows, memory().b, memory().token + i, memory().key_head)) + first_key;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           if (first_key + 8 * tile >= p_.K) break;

@@ -50,6 +50,13 @@ struct PrepareParams {
 };
 static_assert(std::is_trivially_copyable_v<PrepareParams>);
 
+// What the passes of the backward leave for the gradients, as 8x8 blocks whose rows are value columns; null: not
+// wanted.
+struct ChunkMatrices {
+  char *states, *gradients;  // S at each chunk's start and dS at its end, [chunks, Hv, V / 8, K / 8] blocks
+  char *errors, *d_errors;   // E and Z, [chunks, Hv, V / 8, 8] blocks
+};
+
 // Of all serial passes.
 struct PassParams {
   SequenceTable sequences;
@@ -90,29 +97,32 @@ struct PassParams {
   int32_t stages, stage_bytes;
   int32_t keeps_states;  // at the starts of chunks
 
-  // Of the backward. Matrices lie as 8x8 blocks whose rows are value columns: of S at each chunk's start and dS at its
-  // end [chunks, Hv, V / 8, K / 8] blocks, of E and Z [chunks, Hv, V / 8, 8].
-  char *states, *errors;
+  // Of the backward.
+  ChunkMatrices matrices;
   const ReverseRecord* reverse_records;  // [chunks, Hv, kStepsPerChunk]
   Rows d_o;                              // [B, T, Hv, V]; null and without pieces: zero
   Rows dv;                               // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
-  char *gradients, *d_errors;            // dS, Z; null: not wanted
   DeviceStates dht, dh0;                 // [N, Hv, K, V]; absent: zero, not wanted
   int32_t dv_columns;                    // V or more, a multiple of 4
   uint32_t reverse_blocks;
 };
 static_assert(std::is_trivially_copyable_v<PassParams>);
 
+// Of dq or dk.
+struct KeyGradients {
+  Rows rows;                   // [B, T, Hq, K], on 4-byte boundaries; null: not wanted
+  DeviceTensor inverse_norms;  // [B, T, Hq] what rows of q or k were multiplied by; absent: as they are
+  float* parts;                // [B * T, Hq, K] before the l2 norm; null: not wanted
+};
+
 struct GradientsParams {
   SequenceTable sequences;
-  Rows q, k;                                           // [B, T, Hq, K]
-  Rows d_o;                                            // [B, T, Hv, V]; null: zero
-  Rows dq, dk;                                         // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
-  const char *states, *gradients, *errors, *d_errors;  // S, dS, E and Z as the passes have left them
-  const ChunkGates* gates;                             // [chunks, Hv]
-  DeviceTensor q_inverse_norms, k_inverse_norms;       // [B, T, Hq] what rows were multiplied by; absent: as they are
-  float *dq_parts, *dk_parts;                          // [B * T, Hq, K] before the l2 norm; null: not wanted
-  float *d_log_decay, *d_beta;                         // [B * T, Hv]
+  Rows q, k;  // [B, T, Hq, K]
+  Rows d_o;   // [B, T, Hv, V]; null: zero
+  KeyGradients dq, dk;
+  ChunkMatrices matrices;
+  const ChunkGates* gates;      // [chunks, Hv]
+  float *d_log_decay, *d_beta;  // [B * T, Hv]
   float scale;
   int32_t K, Hq, Hv, group;
   int32_t value_blocks;  // of 8 value columns

@@ -23,9 +23,9 @@ __device__ void carry_back(const PassParams& p, const Part& part, Ring ring) {
     const int chunk = number / kStepsPerChunk;
     recompute_from(lane);
     Packed<Tr::kKeyTiles> packed;
-    if (at_end && p.gradients != nullptr) {
+    if (at_end && p.matrices.gradients != nullptr) {
       packed = pack<T>(state);
-      store_blocks(packed, strip_blocks(p.gradients, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
+      store_blocks(packed, strip_blocks(p.matrices.gradients, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
     }
     at_end = number % kStepsPerChunk == 0;
     const Range<T> of_state = ThisStep::pack_in_range(state, packed);
@@ -34,8 +34,8 @@ __device__ void carry_back(const PassParams& p, const Part& part, Ring ring) {
     ThisStep step({stage, stage + values_at, lane});
     typename ThisStep::Tokens sums;
     step.begin(state, packed, of_state, sums);
-    if (p.d_errors != nullptr) {
-      char* to = strip_blocks(p.d_errors, p, chunk, kChunkBlocks);
+    if (p.matrices.d_errors != nullptr) {
+      char* to = strip_blocks(p.matrices.d_errors, p, chunk, kChunkBlocks);
       store_blocks(pack<T>(sums), to + number % kStepsPerChunk * Tr::kTokenTiles * kBlockBytes,
                    kChunkBlocks * kBlockBytes);
     }
