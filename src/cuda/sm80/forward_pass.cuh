@@ -11,13 +11,8 @@ namespace flash_qla::cuda::sm80 {
 
 // With 256 keys a strip needs every register. What is made from a thread's number anew in each step takes none; but for
 // compute capability 10.0 ptxas 13.0 spills two with it, and from there on none without.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <int kKeys>
-inline constexpr bool kNumbersAnew = false;
-#else
-template <int kKeys>
-inline constexpr bool kNumbersAnew = kKeys == 256;
-#endif
+inline constexpr bool kNumbersAnew = kKeys == 256 && kArchitecture < 1000;
 
 // K and V: those of the tensor; states that kernels leave for each other have all of the keys and any number of values.
 __device__ __forceinline__ StripPlace strip_place(int K, int V) {

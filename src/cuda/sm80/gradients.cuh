@@ -301,11 +301,6 @@ class Gradients {
         rows + piece_offset<Tr::kSlice>(i, half() * kTiles + tile) + static_cast<uint32_t>(lane_ % 4) * 4;
     return unpack2<T>(__float_as_uint(load_shared_f1(at)));
   }
-  // Over the four lanes that share rows.
-  static __device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
-  }
 
   __device__ __forceinline__ void add_scores(uint32_t scores, Keys& of_q, Keys& plus, Keys& minus) const {
     const uint32_t corrections = scores + Tr::kScoresBytes, queries = keys() + Tr::kRowsBytes;

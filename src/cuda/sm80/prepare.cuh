@@ -214,12 +214,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
   const float2 gs = load_pair(s.high + 2 * lane), betas = load_pair(s.beta + 2 * lane);  // of a lane's two tokens
   const float g[] = {gs.x, gs.y}, beta[] = {betas.x, betas.y};
-  double sum = static_cast<double>(g[0]) + static_cast<double>(g[1]);
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const double other = __shfl_up_sync(0xffffffffu, sum, distance);
-    if (lane >= distance) sum += other;
-  }
+  const double sum = prefix_sum(static_cast<double>(g[0]) + static_cast<double>(g[1]), lane);
   double before = __shfl_up_sync(0xffffffffu, sum, 1);
   if (lane == 0) before = 0.0;
   const double of_first_step = __shfl_sync(0xffffffffu, sum, kLanesPerStep - 1);
@@ -382,11 +377,7 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
 
 // Blocks of a multiprocessor: what registers allow, and with more keys shared memory. Of compute capability 12.0 it
 // holds no more than three whatever the keys, and ptxas 13.0 spills for a fourth.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int prepare_blocks(int) { return 3; }
-#else
-constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
-#endif
+constexpr int prepare_blocks(int keys) { return keys <= 128 && kArchitecture < 1200 ? 4 : 3; }
 
 // Keys and queries of the chunk's tokens on their way to tiles one behind the other.
 template <int kKeys>

@@ -15,6 +15,13 @@ inline constexpr int kStrip = 16;
 // The most shared memory that a block may ask for on every GPU from compute capability 8.0 on (8.6, 8.9 and 12.x).
 inline constexpr size_t kMostSharedBytes = 99 * 1024;
 
+// What is compiled for: ten times the compute capability's number, 0 on the host.
+#ifdef __CUDA_ARCH__
+inline constexpr int kArchitecture = __CUDA_ARCH__;
+#else
+inline constexpr int kArchitecture = 0;
+#endif
+
 // Fewer keys lie along each other, and without decay every rounding stays: the outputs of heads of 16 keys are off by
 // 5.4e-3 in bf16, of 32 by 4.3e-3, and dh0 of heads of 16 by up to twice its bound (docs/numerics.md).
 inline constexpr int64_t kLeastBf16Keys = 32;
