@@ -44,12 +44,6 @@ class BackwardCall {
     gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
   }
 
-  static size_t workspace_size(const Arguments& args, const Problem& p) {
-    Workspace workspace(nullptr);
-    BackwardCall(args, p, &workspace);
-    return workspace.bytes();
-  }
-
   Status run(cudaStream_t stream) const {
     const bool v_first = args_.options.state_v_first != 0, l2norm = args_.options.use_qk_l2norm_in_kernel != 0;
     BackwardParams<Real> params{};

@@ -100,12 +100,6 @@ class ForwardCall {
     }
   }
 
-  static size_t workspace_size(const Arguments& args, const Problem& p) {
-    Workspace workspace(nullptr);
-    ForwardCall(args, p, &workspace);
-    return workspace.bytes();
-  }
-
   template <class Recurrence>
   Status run(Recurrence recurrence, cudaStream_t stream) const {
     const bool v_first = args_.options.state_v_first != 0;

@@ -157,7 +157,7 @@ class HeadsBackward : Call<Arguments> {
 };
 
 size_t bytes_for(const Arguments& args, const Problem& p, int64_t key_heads) {
-  return workspace_bytes<HeadsBackward>(args, heads_of(args, p, 0, key_heads), problem_of(p, key_heads));
+  return heads_bytes<HeadsBackward>(args, args, p, key_heads);
 }
 
 // Where all heads together would take more scratch than that they go in groups, one after another in the same scratch,
@@ -182,17 +182,7 @@ size_t workspace_size(const Arguments& args, const Problem& p) {
 }
 
 Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  const int64_t at_once = heads_at_once(args, p);
-  for (int64_t first = 0; first < p.Hq; first += at_once) {
-    const int64_t count = std::min(at_once, p.Hq - first);
-    const Arguments part = heads_of(args, p, first, count);
-    const Problem of_part = problem_of(p, count);
-    Workspace workspace(memory);
-    FLASH_QLA_RETURN_IF_ERROR(HeadsBackward(args, part, of_part, &workspace).run(static_cast<cudaStream_t>(stream)));
-  }
-  return Status();
+  return run_heads<HeadsBackward>(args, args, p, heads_at_once(args, p), memory, stream);
 }
 
 }  // namespace

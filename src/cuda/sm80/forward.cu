@@ -122,13 +122,6 @@ class ForwardCall : Call<Arguments> {
   DeviceStates transitions_{};
 };
 
-Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  Workspace workspace(memory);
-  return ForwardCall(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
-}
-
 }  // namespace
 }  // namespace cuda::sm80
 
@@ -137,7 +130,7 @@ const ForwardPath kSm80ChunkForward = {"sm80",
                                        false,
                                        cuda::sm80::reject,
                                        cuda::workspace_bytes<cuda::sm80::ForwardCall>,
-                                       cuda::sm80::run,
+                                       cuda::run_call<cuda::sm80::ForwardCall>,
                                        cuda::sm80::ForwardCall::notes};
 
 }  // namespace flash_qla
