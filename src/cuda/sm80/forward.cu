@@ -30,7 +30,8 @@ class ForwardCall : Call<Arguments> {
         listed_(take_listed(args, p, workspace)),
         prepare_(prepare_params(device_gates(args, false))),
         pass_(pass_params(split_.strips)) {
-    pass_.pool_indices = prepare_.pool_indices = pool_indices(args);
+    static_cast<ForwardStates&>(pass_) = forward_states(args);
+    prepare_.pool_indices = pass_.pool_indices;
     prepare_.g_cumsum = device_tensor(args.g_cumsum);
     prepare_.A = device_tensor(args.A);
     // Rows of q and k that suit are normalised by `prepare`; others are copied before, and normalised on that occasion.
@@ -44,12 +45,6 @@ class ForwardCall : Call<Arguments> {
     prepare_.row_elements = static_cast<int32_t>(q_.columns);  // of both copies
     pass_.o = o_.rows;
     pass_.o_columns = static_cast<int32_t>(o_.columns);
-    pass_.pool = states(args.state_pool);
-    pass_.final_state = states(args.final_state);
-    pass_.h = states(args.h);
-    pass_.checkpoints = states(args.checkpoints);
-    pass_.checkpoint_starts = device_tensor(args.checkpoint_cu_starts);
-    pass_.checkpoint_every = args.checkpoint_every;
     pass_.listed = listed_.lists;
     pass_.listed_states = listed_.states;
     pass_.keeps_states = present(args.h) || args.checkpoint_every > 0 || listed_.entries > 0;
@@ -125,12 +120,13 @@ class ForwardCall : Call<Arguments> {
 }  // namespace
 }  // namespace cuda::sm80
 
+using cuda::run_call, cuda::workspace_bytes, cuda::sm80::ForwardCall;
 const ForwardPath kSm80ChunkForward = {"sm80",
                                        FLASH_QLA_CUDA,
                                        false,
                                        cuda::sm80::reject,
-                                       cuda::workspace_bytes<cuda::sm80::ForwardCall>,
-                                       cuda::run_call<cuda::sm80::ForwardCall>,
-                                       cuda::sm80::ForwardCall::notes};
+                                       workspace_bytes<ForwardCall>,
+                                       run_call<ForwardCall>,
+                                       ForwardCall::notes};
 
 }  // namespace flash_qla

@@ -58,25 +58,17 @@ struct ChunkMatrices {
 };
 
 // Of all serial passes.
-struct PassParams {
+struct PassParams : ForwardStates {
   SequenceTable sequences;
   SegmentRule rule;
   // Parts that are computed from `starts` as sequences of their own, part i from row i; null: none. first_chunk is that
   // of the records.
   const DeviceSequence* parts;
-  PoolIndices pool_indices;
   Rows q, k;                  // [B, T, Hq, K]
   Rows v;                     // [B, T, Hv, V]
   Rows o;                     // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
   const StepRecord* records;  // [chunks, Hv, kStepsPerChunk]
 
-  DeviceStates pool;           // [slots, Hv, K, V]
-  DeviceStates initial_state;  // [N, Hv, K, V]
-  DeviceStates final_state;    // [N, Hv, K, V]
-  DeviceStates h;              // [chunks, Hv, K, V]
-  DeviceStates checkpoints;    // [rows, Hv, K, V]
-  DeviceTensor checkpoint_starts;
-  int64_t checkpoint_every;
   ChunkLists listed;           // chunks of which the state at the start is wanted
   DeviceStates listed_states;  // [entries, Hv]
 

@@ -33,12 +33,8 @@ std::string reject(const Arguments& args, const Problem& p) {
 }  // namespace
 }  // namespace cuda::sm90::fwd
 
-const ForwardPath kSm90ChunkForward = {"sm90",
-                                       FLASH_QLA_CUDA,
-                                       false,
-                                       cuda::sm90::fwd::reject,
-                                       cuda::workspace_bytes<cuda::sm90::fwd::Call>,
-                                       cuda::run_call<cuda::sm90::fwd::Call>,
-                                       cuda::sm90::fwd::Call::notes};
+using cuda::run_call, cuda::workspace_bytes, cuda::sm90::fwd::Call;
+const ForwardPath kSm90ChunkForward = {
+    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::fwd::reject, workspace_bytes<Call>, run_call<Call>, Call::notes};
 
 }  // namespace flash_qla
