@@ -176,7 +176,7 @@ class Step {
 
   // Adds left M^T for the columns of a triangular matrix M that are this group's tokens: to the group itself, and to
   // what later groups will have.
-  __device__ __forceinline__ void add_triangle(BlockStream<kAhead>& blocks, Sums<kTokenTiles>& later, Group& own,
+  __device__ __forceinline__ void add_triangle(BlockStream<kAhead, false>& blocks, Sums<kTokenTiles>& later, Group& own,
                                                const PackedGroup& left, int group) const {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
@@ -203,7 +203,7 @@ class Step {
   Stage s_;
   Group keys_[kGroups], queries_[kGroups];  // products, which become errors and outputs
   Sums<kTokenTiles> errors_, made_;         // what the errors and outputs of a group have of the groups before it
-  BlockStream<kAhead> transform_, outputs_;
+  BlockStream<kAhead, false> transform_, outputs_;
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -188,8 +188,10 @@ __device__ void multiply_rows(const PrepareMemory& s, bool whole) {
   }
 }
 
-__device__ __forceinline__ StepRecord* record_at(const PrepareParams& p, int64_t chunk, int head, int step) {
-  return p.records + (chunk * p.Hv + head) * kStepsPerChunk + step;
+template <class Record>
+__device__ __forceinline__ Record* record_at(Record* records, const PrepareParams& p, int64_t chunk, int head,
+                                             int step) {
+  return records + (chunk * p.Hv + head) * kStepsPerChunk + step;
 }
 
 // Gates of value heads from `first` on, a token a thread: beta, and log decays where their sums will be.
@@ -222,7 +224,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const double start = step == 0 ? 0.0 : of_first_step;
   const double end = ((step == 0 ? of_first_step : of_chunk) - start) * kLog2E;
   const double c[2] = {before + static_cast<double>(g[0]), sum};
-  StepRecord& record = *record_at(p, place.chunk, head, step);
+  StepRecord& record = *record_at(p.records, p, place.chunk, head, step);
   const int at = 2 * (lane % kLanesPerStep);
   float high[2], low[2], gamma[2], update[2];
 #pragma unroll
@@ -259,20 +261,19 @@ __device__ inline void write_decay(const PrepareParams& p, const PreparePlace& p
   if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = s.total + bound;
 }
 
-// Calls visit(row, column, i, j, at) for the blocks on and below the diagonals of both steps, by all warps: `at` is a
-// lane's place in a block, elements (i, j) and (i, j + 1) of the chunk's matrix, or with kTransposed (i, j) and
-// (i + 1, j). A warp writes a block of 128 bytes at once.
-template <bool kTransposed, class Visit>
+// Calls visit(step, row, column, i, j, at) for the blocks on and below the diagonals of both steps, by all warps: `at`
+// is a lane's place in a block, elements (i, j) and (i, j + 1) of the chunk's matrix. A warp writes a block of 128
+// bytes at once.
+template <class Visit>
 __device__ __forceinline__ void visit_blocks(Visit visit) {
   static_assert(kTileRows == kPrepareWarps);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int down = kTransposed ? lane % 4 * 2 : lane / 4, right = kTransposed ? lane / 4 : lane % 4 * 2;
 #pragma unroll 1
   for (int step = 0; step < kStepsPerChunk; ++step) {
     const int row = step % 2 == 0 ? warp : kTileRows - 1 - warp;  // a long row of the one and a short one of the other
 #pragma unroll 1
     for (int column = 0; column <= row; ++column) {
-      visit(step, row, column, step * kStep + 8 * row + down, step * kStep + 8 * column + right, lane * 4);
+      visit(step, row, column, step * kStep + 8 * row + lane / 4, step * kStep + 8 * column + lane % 4 * 2, lane * 4);
     }
   }
 }
@@ -283,12 +284,13 @@ __device__ __forceinline__ float decay_between(bool above, float high_i, float h
   return above ? 0.f : exp2_approx((high_i - high_j) + (low_i - low_j));
 }
 
-// strict(G o T) of value heads from `first` on, and with kOutputs P B.
-template <class T, bool kOutputs>
+// strict(G o T) of value heads from `first` on, and with kOutputs P B; or with kReverse for the reverse pass strict(G o
+// A) and P. s.inverse: T or A.
+template <class T, bool kOutputs, bool kReverse>
 __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
-  visit_blocks<false>([&](int step, int row, int column, int i, int j, int at) {
+  visit_blocks([&](int step, int row, int column, int i, int j, int at) {
     const int element = lower_index(i, j);
-    at += triangle_block(row, column) * kBlockBytes;
+    at += (kReverse ? reverse_block(row, column) : triangle_block(row, column)) * kBlockBytes;
 #pragma unroll
     for (int h = 0; h < kHeadsAtOnce; ++h) {
       if (h >= heads) break;
@@ -298,14 +300,18 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
       const float2 inverse = load_pair(s.inverse(h) + element);
       const float x = decay_between(j > i, high, high_j.x, low, low_j.x);
       const float y = decay_between(j + 1 > i, high, high_j.y, low, low_j.y);
-      StepRecord& record = *record_at(p, chunk, first + h, step);
+      StepRecord& record = *record_at(p.records, p, chunk, first + h, step);
+      ReverseRecord& reverse = *record_at(p.reverse_records, p, chunk, first + h, step);
       // On and above the diagonal nothing is multiplied, not even by 0: what lies there may be anything.
-      *reinterpret_cast<uint32_t*>(record.transform + at) =
+      *reinterpret_cast<uint32_t*>((kReverse ? reverse.inverse : record.transform) + at) =
           pack2<T>(j < i ? x * inverse.x : 0.f, j + 1 < i ? y * inverse.y : 0.f);
+      const float2 product = load_pair(s.qk() + element), beta = load_pair(gates.beta + j);
       if constexpr (kOutputs) {
-        const float2 product = load_pair(s.qk() + element), beta = load_pair(gates.beta + j);
         *reinterpret_cast<uint32_t*>(record.outputs + at) = pack2<T>(
             j > i ? 0.f : p.scale * product.x * x * beta.x, j + 1 > i ? 0.f : p.scale * product.y * y * beta.y);
+      } else if constexpr (kReverse) {
+        *reinterpret_cast<uint32_t*>(reverse.scores + at) =
+            pack2<T>(j > i ? 0.f : p.scale * x * product.x, j + 1 > i ? 0.f : p.scale * y * product.y);
       }
     }
   });
@@ -317,7 +323,7 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
 __device__ inline void write_gates(const PrepareParams& p, const HeadGates& s, int64_t chunk, int head, int t) {
   const int step = t / kStep, at = t % kStep, last = (step + 1) * kStep - 1;
   const float high = s.high[t], low = s.low[t], beta = s.beta[t], gamma = exp2_approx(high);
-  ReverseRecord& record = p.reverse_records[(chunk * p.Hv + head) * kStepsPerChunk + step];
+  ReverseRecord& record = *record_at(p.reverse_records, p, chunk, head, step);
   record.to_end[at] = exp2_approx((s.high[last] - high) + (s.low[last] - low));
   record.scaled_gamma[at] = p.scale * gamma;
   record.minus_gamma[at] = -gamma;
@@ -330,28 +336,6 @@ __device__ inline void write_gates(const PrepareParams& p, const HeadGates& s, i
   gates.high[t] = rounded;
   gates.low[t] = static_cast<float>(sum - static_cast<double>(rounded));
   gates.beta[t] = beta;
-}
-
-// strict(G o A) and P, transposed, for the reverse pass. s.inverse: A.
-template <class T>
-__device__ void write_transposed(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
-  visit_blocks<true>([&](int step, int row, int column, int i, int j, int at) {
-    at += transposed_block(row, column) * kBlockBytes;
-    for (int h = 0; h < heads; ++h) {
-      const HeadGates& gates = s.gates[h];
-      float inverse[2], score[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float G = decay_between(j > i + e, gates.high[i + e], gates.high[j], gates.low[i + e], gates.low[j]);
-        const int element = lower_index(i + e, j);
-        inverse[e] = j < i + e ? G * s.inverse(h)[element] : 0.f;
-        score[e] = j <= i + e ? p.scale * G * s.qk()[element] : 0.f;
-      }
-      ReverseRecord& record = p.reverse_records[(chunk * p.Hv + first + h) * kStepsPerChunk + step];
-      *reinterpret_cast<uint32_t*>(record.inverse + at) = pack2<T>(inverse[0], inverse[1]);
-      *reinterpret_cast<uint32_t*>(record.scores + at) = pack2<T>(score[0], score[1]);
-    }
-  });
 }
 
 // ---- the kernel
@@ -378,19 +362,6 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
 // Blocks of a multiprocessor: what registers allow, and with more keys shared memory. Of compute capability 12.0 it
 // holds no more than three whatever the keys, and ptxas 13.0 spills for a fourth.
 constexpr int prepare_blocks(int keys) { return keys <= 128 && kArchitecture < 1200 ? 4 : 3; }
-
-// Keys and queries of the chunk's tokens on their way to tiles one behind the other.
-template <int kKeys>
-__device__ __forceinline__ void copy_tiles(const PrepareParams& p, const PreparePlace& place, uint32_t tiles) {
-  const TileCopier<kKeys, kChunk, kPrepareThreads> copier(p.k.pieces, threadIdx.x);
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const Rows rows = i == 0 ? p.k : p.q;
-    copier.copy(tiles + i * kChunk * kKeys * 2, row_at(rows, place.b, place.token, place.key_head), rows.token,
-                place.count);
-  }
-  cp_async_commit();
-}
 
 // Once the tiles are there: their products in their place, and before it the rows' norms taken out.
 template <class T, int kKeys, bool kNormalizes>
@@ -425,7 +396,15 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
   if (place.count == 0) return;
   if (!kBackward && place.skipped) return write_zeros(p, place);
 
-  copy_tiles<kKeys>(p, place, smem_address(s.tiles));  // and while they are on their way the first gates
+  // Keys and queries on their way to tiles one behind the other, and meanwhile the first gates.
+  const TileCopier<kKeys, kChunk, kPrepareThreads> copier(p.k.pieces, threadIdx.x);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Rows rows = i == 0 ? p.k : p.q;
+    copier.copy(smem_address(s.tiles) + i * kChunk * kKeys * 2, row_at(rows, place.b, place.token, place.key_head),
+                rows.token, place.count);
+  }
+  cp_async_commit();
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
@@ -449,14 +428,14 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     }
     substitute<false>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();
-    write_triangles<T, !kBackward>(p, s, place.chunk, first, heads);
+    write_triangles<T, !kBackward, false>(p, s, place.chunk, first, heads);
     if constexpr (kBackward) {
       const int of = threadIdx.x / kChunk;
       if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
       __syncthreads();
       substitute<true>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
       __syncthreads();
-      write_transposed<T>(p, s, place.chunk, first, heads);
+      write_triangles<T, false, true>(p, s, place.chunk, first, heads);
     }
     __syncthreads();
   }

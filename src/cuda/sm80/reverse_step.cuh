@@ -50,7 +50,7 @@ class ReverseStep {
   using State = Sums<kKeyTiles>;
   using Tokens = Sums<kTokenTiles>;
   using PackedTokens = Packed<kTokenTiles>;
-  using Blocks = BlockStream<kKeys <= 192>;  // with 256 keys there are no registers for more
+  using Blocks = BlockStream<kKeys <= 192, true>;  // with 256 keys there are no registers for more
 
   explicit __device__ __forceinline__ ReverseStep(const StepStage<T, kKeys>& stage) : s_(stage) {}
 
@@ -178,8 +178,8 @@ class ReverseStep {
 #pragma unroll
     for (int column = 2 * pair; column < 2 * pair + 2; ++column) {
       const bool above = row == pair && column % 2 == 1;
-      const uint32_t upper = above ? 0u : blocks.take(transposed_block(2 * row, column));
-      const uint32_t lower = blocks.take(transposed_block(2 * row + 1, column));
+      const uint32_t upper = above ? 0u : blocks.take(reverse_block(2 * row, column));
+      const uint32_t lower = blocks.take(reverse_block(2 * row + 1, column));
       mma_m16n8k16<T>(sums.x[column], left, upper, lower);
     }
   }

@@ -145,6 +145,15 @@ __device__ __forceinline__ Packed<kTiles> pack(const Sums<kTiles>& sums) {
   return packed;
 }
 
+template <bool kTransposed>
+__device__ __forceinline__ void load_blocks(uint32_t address, uint32_t (&x)[4]) {
+  if constexpr (kTransposed) {
+    load_matrix_x4_trans(address, x);
+  } else {
+    load_matrix_x4(address, x);
+  }
+}
+
 // Two tiles of sums from `tile` on += left times the right operands of a 16x16 block.
 template <class T, int kTiles>
 __device__ __forceinline__ void multiply_two(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
@@ -157,11 +166,7 @@ template <class T, bool kTransposed, int kTiles>
 __device__ __forceinline__ void multiply_block(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
                                                uint32_t address) {
   uint32_t b[4];
-  if constexpr (kTransposed) {
-    load_matrix_x4_trans(address, b);
-  } else {
-    load_matrix_x4(address, b);
-  }
+  load_blocks<kTransposed>(address, b);
   multiply_two<T>(sums, tile, left, b);
 }
 
@@ -180,9 +185,10 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + token * rows.token + head * rows.head;
 }
 
-// A triangular matrix of a step as right operands, block after block in the order in which they lie. Four blocks come
-// with a load, kAhead while the four before them are used; the last load may reach past the last block.
-template <bool kAhead>
+// A triangular matrix of a step as right operands, block after block in the order in which they lie, of its transpose
+// or (kTransposed) of itself. Four blocks come with a load, kAhead while the four before them are used; the last load
+// may reach past the last block.
+template <bool kAhead, bool kTransposed>
 class BlockStream {
  public:
   __device__ __forceinline__ void start(uint32_t blocks, int lane) {
@@ -199,7 +205,7 @@ class BlockStream {
  private:
   static constexpr int kBuffers = kAhead ? 2 : 1;
   __device__ __forceinline__ void load(int quad) {
-    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % kBuffers]);
+    load_blocks<kTransposed>(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % kBuffers]);
   }
   uint32_t at_;
   uint32_t r_[kBuffers][4];

@@ -58,17 +58,15 @@ constexpr int triangle_block(int row, int column) {
 }
 static_assert(triangle_block(2, 2) == 7 && triangle_block(3, 3) == kTriangleBlocks - 1);
 
-// The place of block (row, column) of a lower triangular matrix of a step's tokens whose blocks are kept as the reverse
-// pass multiplies them, each of them transposed: pairs of block columns from the last to the first, for each of these
-// pairs of rows (the 16 tokens that one product sums over), and in these column by column. The block above the diagonal
-// is not kept.
-constexpr int transposed_block(int row, int column) {
+// The same in the order of the reverse pass: pairs of block columns from the last to the first, for each of these pairs
+// of rows (the 16 tokens that one product sums over), and in these column by column.
+constexpr int reverse_block(int row, int column) {
   const int pair = column / 2, later = kTileRows / 2 - 1 - pair;  // pairs of columns behind this one
   const int before = later * (2 * later + 1);                     // their blocks
   if (row / 2 == pair) return before + (column % 2 == 0 ? row % 2 : 2);
   return before + 3 + 4 * (row / 2 - pair - 1) + 2 * (column % 2) + row % 2;
 }
-static_assert(transposed_block(3, 3) == 2 && transposed_block(3, 1) == kTriangleBlocks - 1);
+static_assert(reverse_block(3, 3) == 2 && reverse_block(3, 1) == kTriangleBlocks - 1);
 
 // What `prepare` leaves of one step and value head (docs/kernels/sm80.md has the names). Tokens past a sequence's end
 // have no decay and a beta of 0.
@@ -87,8 +85,8 @@ static_assert(kStateRecordBytes % 16 == 0);
 
 // What the reverse pass needs of one step and value head beside keys and queries. P is without beta here.
 struct alignas(16) ReverseRecord {
-  char inverse[StepRecord::kTriangleBytes];  // strict(G o A)^T
-  char scores[StepRecord::kTriangleBytes];   // P^T
+  char inverse[StepRecord::kTriangleBytes];  // strict(G o A)
+  char scores[StepRecord::kTriangleBytes];   // P
   float to_end[kStep];                       // e^(c at the step's end - c)
   float scaled_gamma[kStep];                 // scale e^c
   float minus_gamma[kStep];                  // -e^c
