@@ -155,7 +155,8 @@ class Gradients {
         cp_async_16_or_zero(to + Tr::kDErrorsAt + turn * kThreads * 16, d_errors + piece, inside);
         const bool reads = given && turn * kRows + row < count;
         const void* from = reads ? static_cast<const void*>(d_o + turn * kRows * p_.d_o.token) : errors;
-        cp_async_16_or_zero(stage(parity) + slice_offset(row, thread % 4) + turn * kRows * 64, from, reads);
+        cp_async_16_or_zero(stage(parity) + piece_offset<kValueSlice>(row, thread % 4) + turn * kRows * 64, from,
+                            reads);
       }
       if (values == 0 && thread < static_cast<int>(sizeof(ChunkGates) / 16)) {
         cp_async_16(smem_address(&memory().of_heads[member % 3]) + static_cast<uint32_t>(thread) * 16,
@@ -187,7 +188,7 @@ class Gradients {
 #pragma unroll
     for (int k = 0; k < kValueSlice / 16; ++k) {
       uint32_t d_o[4], d_error[4];
-      load_matrix_x4(stage + slice_offset(strip() * kStrip + lane_ % 16, 2 * k + lane_ / 16), d_o);
+      load_matrix_x4(stage + piece_offset<kValueSlice>(strip() * kStrip + lane_ % 16, 2 * k + lane_ / 16), d_o);
       load_matrix_x4_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), d_error);
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile += 2) {

@@ -63,11 +63,6 @@ __device__ __forceinline__ bool from_minus(float beta) {
   return std::is_same_v<T, __nv_bfloat16> && fabsf(beta) >= kLeastBeta;
 }
 
-// dO of a value slice, [64 x 32]: rows of 64 bytes, whose 16-byte pieces change places every second row.
-__device__ __forceinline__ uint32_t slice_offset(int row, int piece) {
-  return static_cast<uint32_t>(row * 64 + (piece ^ (row >> 1 & 3)) * 16);
-}
-
 // A lane's address in four 8x8 blocks of a matrix of blocks, `row` of them side by side: blocks (down, right), (down +
 // 1, right), (down, right + 1), (down + 1, right + 1), or the second and third changed.
 __device__ __forceinline__ uint32_t four_blocks(uint32_t blocks, int row, int down, int right, int lane,

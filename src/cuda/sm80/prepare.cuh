@@ -19,9 +19,8 @@ __device__ __forceinline__ void store_pair(float* at, float x, float y) {
   *reinterpret_cast<float2*>(at) = make_float2(x, y);
 }
 
-struct alignas(128) HeadGates {
-  float high[kChunk], low[kChunk];  // c from the step's start, in powers of two, as a sum of two floats
-  float beta[kChunk];
+// c is summed from the step's start here.
+struct alignas(128) HeadGates : ChunkGates {
   float total;  // sum of g
 };
 
