@@ -128,19 +128,15 @@ class HeadsBackward : Call<Arguments> {
 
   // Gradients to where and as the caller wants them.
   Status finish(cudaStream_t stream) const {
-    FLASH_QLA_RETURN_IF_ERROR(dv_.hand_out(p_, sequences_, stream));
+    for (const TokenRows* rows : {&dq_, &dk_, &dv_}) {
+      FLASH_QLA_RETURN_IF_ERROR(rows->hand_out(p_, sequences_, stream));
+    }
     if (!wants_parts_) return Status();
     Problem keys = p_;  // the sums over a group are there already
     keys.Hv = p_.Hq;
     keys.group = 1;
-    const auto finish_keys = [&](const Tensor& t, const TokenRows& rows, const float* parts, const Tensor& x,
-                                 const Tensor& norm) {
-      if (parts == nullptr) return rows.hand_out(p_, sequences_, stream);
-      return launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), normalizes_, device_tensor(norm),
-                                       device_tensor(t), stream);
-    };
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dq, dq_, gradients_.dq.parts, args_.q, args_.q_inverse_norm));
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, gradients_.dk.parts, args_.k, args_.k_inverse_norm));
+    FLASH_QLA_RETURN_IF_ERROR(
+        finish_keys<float>(args_, keys, sequences_, gradients_.dq.parts, gradients_.dk.parts, stream));
     const GateGradients gates{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
                               device_tensor(args_.ddt_bias)};
     return launch_finish_gates<float>(p_, sequences_, prepare_.gates, gradients_.d_log_decay, gradients_.d_beta, gates,

@@ -35,16 +35,6 @@ inline std::string reject_any(const flash_qla_options& options, const Problem& p
 inline constexpr int64_t kCopyGrain = 8;   // 16-bit elements of one cp.async
 inline constexpr int64_t kStoreGrain = 4;  // of one store of O or dV
 
-// Whether all rows of [B, T, heads, size] have their elements side by side, begin on a boundary of `grain` elements and
-// are a multiple of it long. The stride of a dimension of one index means nothing.
-inline bool rows_fit(const Tensor& t, int64_t grain) {
-  for (int i = 0; i < 3; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] % grain != 0) return false;
-  }
-  return t.stride[3] == 1 && t.shape[3] % grain == 0 &&
-         reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(grain * 2) == 0;
-}
-
 // A [B, T, heads, size] tensor of a call, and its rows as the kernels read or write them: its own, or those of a copy
 // of 16-bit elements in the workspace. Absent: null and without pieces.
 struct TokenRows {
