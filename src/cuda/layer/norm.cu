@@ -39,29 +39,21 @@ NormParams common_params(const Arguments& args, const NormProblem& p) {
 // Whether the rows are short enough for a warp; numbers of rows have 31 bits then.
 bool has_short_rows(const NormProblem& p) { return p.V <= kLongestRow && p.rows < int64_t{1} << 31; }
 
-// The form of a call's kernels, whose tensors of rows are these.
-template <class Arguments>
-NormForm form_of(const Arguments& args, std::initializer_list<const Tensor*> rows, bool wants_dbias = false) {
-  if (!std::all_of(rows.begin(), rows.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); })) {
-    return NormForm::kAny;
-  }
-  const bool plain = present(args.z) && args.activation == FLASH_QLA_ACTIVATION_SILU && args.gate_first == 0 &&
-                     !present(args.bias) && !wants_dbias && present(args.weight) && args.weight.dtype == args.x.dtype &&
-                     allows_vectors(args.weight);
-  return plain ? NormForm::kPlain : NormForm::kVectors;
+template <NormForm kForm>
+using FormConstant = std::integral_constant<NormForm, kForm>;
+
+// Calls f with the form of kernels whose tensors of rows are these, as a constant.
+template <class Function>
+Status with_form(std::initializer_list<const Tensor*> rows, Function&& f) {
+  const bool vectors =
+      std::all_of(rows.begin(), rows.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); });
+  return vectors ? f(FormConstant<NormForm::kVectors>()) : f(FormConstant<NormForm::kAny>());
 }
 
-// Calls f with the form as a constant.
-template <class Function>
-Status with_form(NormForm form, Function&& f) {
-  switch (form) {
-    case NormForm::kPlain:
-      return f(std::integral_constant<NormForm, NormForm::kPlain>());
-    case NormForm::kVectors:
-      return f(std::integral_constant<NormForm, NormForm::kVectors>());
-    default:
-      return f(std::integral_constant<NormForm, NormForm::kAny>());
-  }
+bool is_plain(const flash_qla_norm_gated_arguments& args) {
+  return present(args.z) && args.activation == FLASH_QLA_ACTIVATION_SILU && args.gate_first == 0 &&
+         !present(args.bias) && present(args.weight) && args.weight.dtype == args.x.dtype &&
+         allows_vectors(args.weight);
 }
 
 template <class Arguments>
@@ -84,15 +76,19 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
       return launch("norm_gated_any", norm_gated_any_kernel<T>, ceil_div(p.rows, kNormThreads / 32), kNormThreads, 0,
                     stream, params, false);
     }
-    return with_form(form_of(args, {&args.x, &args.z, &args.y}), [&](auto form) {
-      const auto launch_rows = [&](auto rows) {
-        const int64_t of_block = rows * int64_t{kForwardThreads >> params.lane_bits};
-        return launch_kernel("norm_gated", norm_gated_kernel<T, form, rows>, ceil_div(p.rows, of_block),
-                             kForwardThreads, 0, stream, overlaps, params);
-      };
-      // A step of a few sequences waits for its own instructions alone: each row to a group of its own.
-      if (p.rows < kFewRows) return launch_rows(std::integral_constant<int, 1>());
-      return launch_rows(std::integral_constant<int, kForwardRows>());
+    const auto launch_rows = [&](auto form, auto rows) {
+      const int64_t of_block = rows * int64_t{kForwardThreads >> params.lane_bits};
+      return launch_kernel("norm_gated", norm_gated_kernel<T, form, rows>, ceil_div(p.rows, of_block), kForwardThreads,
+                           0, stream, overlaps, params);
+    };
+    // A step of a few sequences waits for its own instructions alone: each row to a group of its own.
+    const auto launch_form = [&](auto form) {
+      return p.rows < kFewRows ? launch_rows(form, std::integral_constant<int, 1>())
+                               : launch_rows(form, std::integral_constant<int, kForwardRows>());
+    };
+    return with_form({&args.x, &args.z, &args.y}, [&](auto form) {
+      if (form == NormForm::kVectors && is_plain(args)) return launch_form(FormConstant<NormForm::kPlain>());
+      return launch_form(form);
     });
   });
 }
@@ -103,8 +99,8 @@ int64_t sum_columns(const flash_qla_norm_gated_backward_arguments& args, const N
 }
 
 // How the backward is computed, and its scratch. The number of parts of the sums follows from shapes alone, so that
-// bits are the same on every GPU: of short rows a block each, as many as a large one holds at once or some times more.
-// Without rows one part leaves sums of zero.
+// bits are the same on every GPU: of short rows a block each, as many as a large one holds at once. Without rows one
+// part leaves sums of zero.
 struct BackwardPlan {
   bool short_rows;
   int64_t parts, step;  // step: rows of a part, of long ones
@@ -116,9 +112,7 @@ struct BackwardPlan {
     constexpr int64_t kMultiprocessors = 132;
     const int64_t at_once = (p.dtype == DType::kFloat32 ? kBackwardRows<float>
                                                         : kBackwardRows<__half>)*int64_t{kBackwardThreads >> lane_bits};
-    const int64_t most =
-        std::clamp(ceil_div(p.rows, kBackwardRounds * at_once), kBackwardBlocks * kMultiprocessors, kMostParts);
-    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, most)
+    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kBackwardBlocks * kMultiprocessors)
                        : std::max<int64_t>(1, ceil_div(p.rows, step));
     const bool wanted = present(args.dweight) || present(args.dbias);
     sums = wanted ? workspace->take<float>(parts * sum_columns(args, p)) : nullptr;
@@ -166,8 +160,7 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
   FLASH_QLA_RETURN_IF_ERROR(with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
     if (!plan.short_rows) return run_any<T>(params, p, plan, stream);
-    const auto rows = {&args.x, &args.z, &args.dy, &args.dx, &args.dz};
-    return with_form(form_of(args, rows, present(args.dbias)), [&](auto form) {
+    return with_form({&args.x, &args.z, &args.dy, &args.dx, &args.dz}, [&](auto form) {
       return launch_kernel("norm_gated_backward", norm_gated_backward_kernel<T, form>, plan.parts, kBackwardThreads, 0,
                            stream, overlaps, params);
     });

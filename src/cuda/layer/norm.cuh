@@ -9,8 +9,9 @@ namespace flash_qla::cuda {
 constexpr int kLongestRow = 32 * kVector;  // a warp's
 
 // How much of a call is known when its kernel is compiled. kVectors: values lie side by side on 16-byte boundaries, and
-// their number is a multiple of eight; kAny: they lie anywhere. kPlain: vectors, SiLU of z behind the norm, the weight
-// in T, no bias: a third less instructions, for which the kernels waited as long as for memory. Bits are the same.
+// their number is a multiple of eight; kAny: they lie anywhere. kPlain, forward alone: vectors, SiLU of z behind the
+// norm, the weight in T, no bias: a third less instructions, for which the kernel waited as long as for memory. Bits
+// are the same.
 enum class NormForm { kPlain, kVectors, kAny };
 
 // The same as seen by a kernel.
@@ -38,11 +39,6 @@ constexpr int kForwardBlocks = kForm != NormForm::kPlain ? 2
 template <class T>
 constexpr int kBackwardRows = sizeof(T) == 4 ? 1 : 2;
 constexpr int kBackwardBlocks = 2;  // of a multiprocessor
-
-// Rounds of a block backward, at least, where there are more blocks than a GPU holds at once: blocks that come and go
-// even out what some take longer, and one begins without rows under way. 8,192 tokens of 32 heads take 90 us so, with 2
-// rounds 97, and 95 where blocks stay to the end. kMostParts: four rounds of blocks even out enough.
-constexpr int64_t kBackwardRounds = 8, kMostParts = 1024;
 
 // Below this a group has one row: a decode step of up to 512 sequences waits for one group's instructions, and four
 // rows of a group took twice as long as one.
@@ -219,7 +215,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
       for (int c = 0; c < kVector; ++c) {
         n[c] *= r;
         dw[c] = fmaf(h[c], n[c], dw[c]);
-        if (kForm != NormForm::kPlain) db[c] += h[c];
+        db[c] += h[c];
         h[c] *= w[c];
         along = fmaf(h[c], n[c], along);
       }
