@@ -20,14 +20,15 @@ struct DeviceTensor {
 };
 static_assert(std::is_trivially_copyable_v<DeviceTensor>);
 
-// Four elements of a row can be read at once where they lie side by side and no row starts off the grid of four.
-inline bool allows_quads(const Tensor& t) {
+// Whether rows of the last dimension have their elements side by side, begin on a grid of `grain` elements and are a
+// multiple of it long: so many can be read at once. The stride of a dimension of one index means nothing.
+inline bool rows_fit(const Tensor& t, int64_t grain) {
   const int last = t.ndim - 1;
-  if (t.stride[last] != 1 || t.shape[last] % 4 != 0) return false;
+  if (t.stride[last] != 1 || t.shape[last] % grain != 0) return false;
   for (int i = 0; i < last; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] % 4 != 0) return false;
+    if (t.shape[i] > 1 && t.stride[i] % grain != 0) return false;
   }
-  return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(4 * size_of(dtype(t))) == 0;
+  return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(grain * size_of(dtype(t))) == 0;
 }
 
 inline DeviceTensor device_tensor(const Tensor& t) {
@@ -36,7 +37,7 @@ inline DeviceTensor device_tensor(const Tensor& t) {
   d.data = t.data;
   for (int i = 0; i < t.ndim; ++i) d.stride[i] = t.stride[i];
   d.dtype = t.dtype;
-  d.quads = allows_quads(t);
+  d.quads = rows_fit(t, 4);
   return d;
 }
 

@@ -1,7 +1,9 @@
-// Some heads of a backward call as a call of their own.
+// Some heads of a backward call as a call of their own, where all together would take too much scratch.
 #pragma once
 
-#include "core/problem.h"
+#include <algorithm>
+
+#include "cuda/common/launch.h"
 
 namespace flash_qla::cuda {
 
@@ -33,6 +35,28 @@ inline Problem problem_of(const Problem& p, int64_t key_heads) {
   part.Hq = key_heads;
   part.Hv = key_heads * p.group;
   return part;
+}
+
+// Scratch of a call's first key heads, `whole` being what all of its heads have in common.
+template <class Heads, class Whole>
+size_t heads_bytes(const Whole& whole, const flash_qla_backward_arguments& args, const Problem& p, int64_t key_heads) {
+  return workspace_bytes<Heads>(whole, heads_of(args, p, 0, key_heads), problem_of(p, key_heads));
+}
+
+// All heads in groups of `at_once` key heads, one after another in the same scratch.
+template <class Heads, class Whole>
+Status run_heads(const Whole& whole, const flash_qla_backward_arguments& args, const Problem& p, int64_t at_once,
+                 void* memory, void* stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  for (int64_t first = 0; first < p.Hq; first += at_once) {
+    const int64_t count = std::min(at_once, p.Hq - first);
+    const flash_qla_backward_arguments part = heads_of(args, p, first, count);
+    const Problem of_part = problem_of(p, count);
+    Workspace workspace(memory);
+    FLASH_QLA_RETURN_IF_ERROR(Heads(whole, part, of_part, &workspace).run(static_cast<cudaStream_t>(stream)));
+  }
+  return Status();
 }
 
 }  // namespace flash_qla::cuda

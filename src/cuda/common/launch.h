@@ -73,6 +73,23 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
+// Bytes that the constructor of a Call takes from its last argument.
+template <class Call, class... Arguments>
+size_t workspace_bytes(const Arguments&... arguments) {
+  Workspace workspace(nullptr);
+  Call(arguments..., &workspace);
+  return workspace.bytes();
+}
+
+// Runs a Call, whose constructor lays out the workspace, on its device.
+template <class Call, class Arguments, class Sizes>
+Status run_call(const Arguments& args, const Sizes& p, void* memory, void* stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  Workspace workspace(memory);
+  return Call(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
+}
+
 // The shape of a launch. overlaps: the kernel waits by itself for the results of the kernels before it, and may be
 // started before their end (from Hopper on). cluster: so many blocks at a time see each other's shared memory.
 struct LaunchConfig {

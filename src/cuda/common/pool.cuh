@@ -1,5 +1,5 @@
-// Which slot of a state pool a row of the batch reads and writes. Indices lie on the device; one that is null or past
-// the pool skips its read or write.
+// The states of a forward call, and which slot of a state pool a row of the batch reads and writes. Indices lie on the
+// device; one that is null or past the pool skips its read or write.
 #pragma once
 
 #include "cuda/common/device_tensor.cuh"
@@ -35,6 +35,29 @@ inline PoolIndices pool_indices(const flash_qla_forward_arguments& args) {
   pool.used = true;
   pool.per_token = final.ndim > 1;
   return pool;
+}
+
+// The states that a forward call starts from and leaves; absent: none.
+struct ForwardStates {
+  PoolIndices pool_indices;
+  DeviceStates pool;                        // [slots, Hv, K, V]
+  DeviceStates initial_state, final_state;  // [N, Hv, K, V]
+  DeviceStates h;                           // [chunks, Hv, K, V]
+  DeviceStates checkpoints;                 // [rows, Hv, K, V]
+  DeviceTensor checkpoint_starts;           // [N + 1]
+  int64_t checkpoint_every;
+};
+
+inline ForwardStates forward_states(const flash_qla_forward_arguments& args) {
+  const auto states = [&](const Tensor& t) { return device_states(t, args.options.state_v_first != 0); };
+  return {pool_indices(args),
+          states(args.state_pool),
+          states(args.initial_state),
+          states(args.final_state),
+          states(args.h),
+          states(args.checkpoints),
+          device_tensor(args.checkpoint_cu_starts),
+          args.checkpoint_every};
 }
 
 __device__ inline int64_t slot_or_none(const PoolIndices& pool, int64_t index) {

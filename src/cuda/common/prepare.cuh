@@ -31,6 +31,19 @@ template <class Real>
 Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
                           bool l2norm, const DeviceTensor& inverse_norm, const DeviceTensor& dx, cudaStream_t stream);
 
+// The same of both dq and dk of a call; without parts nothing is left to do.
+template <class Real>
+Status finish_keys(const flash_qla_backward_arguments& args, const Problem& p, const SequenceTable& sequences,
+                   const Real* dq_parts, const Real* dk_parts, cudaStream_t stream) {
+  const auto finish = [&](const Real* parts, const Tensor& x, const Tensor& norm, const Tensor& dx) {
+    if (parts == nullptr || !present(dx)) return Status();
+    return launch_finish_keys<Real>(p, sequences, parts, device_tensor(x), args.options.use_qk_l2norm_in_kernel != 0,
+                                    device_tensor(norm), device_tensor(dx), stream);
+  };
+  FLASH_QLA_RETURN_IF_ERROR(finish(dq_parts, args.q, args.q_inverse_norm, args.dq));
+  return finish(dk_parts, args.k, args.k_inverse_norm, args.dk);
+}
+
 // Gradients of g, beta, A_log and dt_bias from those of the log decay and the effective beta, [B * T, Hv] Real.
 struct GateGradients {
   DeviceTensor dg, dbeta;         // [B, T, Hv]

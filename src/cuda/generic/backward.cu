@@ -88,7 +88,7 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 
 size_t workspace_size(const Arguments& args, const Problem& p) {
   return computes_in_double(p) ? oracle_backward_workspace(args, p)
-                               : BackwardCall<GenericBackward>::workspace_size(args, p);
+                               : workspace_bytes<BackwardCall<GenericBackward>>(args, p);
 }
 
 }  // namespace

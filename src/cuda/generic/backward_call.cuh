@@ -44,14 +44,8 @@ class BackwardCall {
     gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
   }
 
-  static size_t workspace_size(const Arguments& args, const Problem& p) {
-    Workspace workspace(nullptr);
-    BackwardCall(args, p, &workspace);
-    return workspace.bytes();
-  }
-
   Status run(cudaStream_t stream) const {
-    const bool v_first = args_.options.state_v_first != 0, l2norm = args_.options.use_qk_l2norm_in_kernel != 0;
+    const bool v_first = args_.options.state_v_first != 0;
     BackwardParams<Real> params{};
     FLASH_QLA_RETURN_IF_ERROR(inputs_.prepare(args_, args_.v, p_, stream, &params.in));
     params.sequences = inputs_.sequences();
@@ -70,16 +64,7 @@ class BackwardCall {
     const SequenceTable& sequences = params.sequences;
     FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p_, sequences, params.dv, p_.Hv, p_.V, stream));
     if (!wants_parts_) return Status();
-    if (present(args_.dq)) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_finish_keys<Real>(p_, sequences, dq_, device_tensor(args_.q), l2norm,
-                                                         device_tensor(args_.q_inverse_norm), device_tensor(args_.dq),
-                                                         stream));
-    }
-    if (present(args_.dk)) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_finish_keys<Real>(p_, sequences, dk_, device_tensor(args_.k), l2norm,
-                                                         device_tensor(args_.k_inverse_norm), device_tensor(args_.dk),
-                                                         stream));
-    }
+    FLASH_QLA_RETURN_IF_ERROR(finish_keys<Real>(args_, p_, sequences, dq_, dk_, stream));
     const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
                                   device_tensor(args_.ddt_bias)};
     return launch_finish_gates<Real>(p_, sequences, inputs_.gates(), d_log_decay_, d_beta_, gradients, gate_sums_,

@@ -1,6 +1,7 @@
 #include "cuda/generic/chunk_gradients.cuh"
 
 #include "cuda/common/dynamic_shared.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace flash_qla::cuda {
 namespace {
@@ -250,12 +251,7 @@ __device__ void sum_across(Memory& s) {
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < kChunk; i += kThreads / 32) {
     const float a = s.M[i][2 * lane], b = s.M[i][2 * lane + 1];
-    float sum = a + b;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += other;
-    }
+    const float sum = prefix_sum(a + b, lane);
     const float before = __shfl_up_sync(0xffffffffu, sum, 1);
     s.M[i][2 * lane] = lane == 0 ? 0.f : before;
     s.M[i][2 * lane + 1] = (lane == 0 ? 0.f : before) + a;

@@ -28,8 +28,8 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {
-  return computes_in_double(p) ? ForwardCall<double>::workspace_size(args, p)
-                               : ForwardCall<float>::workspace_size(args, p);
+  return computes_in_double(p) ? workspace_bytes<ForwardCall<double>>(args, p)
+                               : workspace_bytes<ForwardCall<float>>(args, p);
 }
 
 }  // namespace

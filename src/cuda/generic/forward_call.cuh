@@ -100,28 +100,14 @@ class ForwardCall {
     }
   }
 
-  static size_t workspace_size(const Arguments& args, const Problem& p) {
-    Workspace workspace(nullptr);
-    ForwardCall(args, p, &workspace);
-    return workspace.bytes();
-  }
-
   template <class Recurrence>
   Status run(Recurrence recurrence, cudaStream_t stream) const {
-    const bool v_first = args_.options.state_v_first != 0;
     ForwardParams params{};
+    static_cast<ForwardStates&>(params) = forward_states(args_);
     FLASH_QLA_RETURN_IF_ERROR(inputs_.prepare(args_, args_.v, p_, stream, &params.in));
     params.sequences = inputs_.sequences();
     params.o = device_tensor(args_.o);
     params.scale = p_.scale;
-    params.pool_indices = pool_indices(args_);
-    params.pool = device_states(args_.state_pool, v_first);
-    params.initial_state = device_states(args_.initial_state, v_first);
-    params.final_state = device_states(args_.final_state, v_first);
-    params.h = device_states(args_.h, v_first);
-    params.checkpoint_every = args_.checkpoint_every;
-    params.checkpoints = device_states(args_.checkpoints, v_first);
-    params.checkpoint_starts = device_tensor(args_.checkpoint_cu_starts);
     params.lists = lists_;
     FLASH_QLA_RETURN_IF_ERROR(launch_checkpoint_lists(args_.checkpoint_offsets, p_.B * p_.T, lists_, stream));
     FLASH_QLA_RETURN_IF_ERROR(recurrence(p_, params, stream));

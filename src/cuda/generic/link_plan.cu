@@ -94,11 +94,7 @@ __device__ int64_t window(const LinkParams& p, const DeviceSequence& sequence, i
   for (int64_t base = 0; base < chunks; base += kWarp) {
     const int64_t i = base + lane, at = from_end ? chunks - 1 - i : i;
     float sum = i < chunks ? p.log_norms[(sequence.first_chunk + at) * p.in.Hv + head] : 0.f;
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const float left = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += left;
-    }
-    sum += before;
+    sum = prefix_sum(sum, lane) + before;
     const unsigned found = __ballot_sync(0xffffffffu, i < chunks && sum <= p.threshold);
     if (found != 0) return base + __ffs(static_cast<int>(found));
     before = __shfl_sync(0xffffffffu, sum, kWarp - 1);

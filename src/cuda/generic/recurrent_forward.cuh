@@ -13,20 +13,11 @@ struct CheckpointLists {
   int32_t* next;         // [M] the next entry of the same token, or -1
 };
 
-struct ForwardParams {
+struct ForwardParams : ForwardStates {
   SequenceTable sequences;
   TokenInputs in;
   DeviceTensor o;  // [B, T, Hv, V]; absent in a backward pass
   double scale;
-
-  PoolIndices pool_indices;
-  DeviceStates pool;           // [slots, Hv, K, V]
-  DeviceStates initial_state;  // [N, Hv, K, V]
-  DeviceStates final_state;    // [N, Hv, K, V]
-  DeviceStates h;              // [chunks, Hv, K, V]
-  int64_t checkpoint_every;
-  DeviceStates checkpoints;        // [rows, Hv, K, V]
-  DeviceTensor checkpoint_starts;  // [N + 1]
   CheckpointLists lists;
 
   // What a backward pass keeps: v - S~^T k of each token, [B * T, Hv, V], and the states inside sequences.

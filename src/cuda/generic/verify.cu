@@ -182,9 +182,7 @@ flash_qla_forward_arguments as_forward(const Arguments& args) {
 
 template <class Real>
 size_t size_for(const Arguments& args, const Problem& p) {
-  Workspace workspace(nullptr);
-  PreparedInputs<Real>(as_forward(args), false, p, &workspace);
-  return workspace.bytes();
+  return workspace_bytes<PreparedInputs<Real>>(as_forward(args), false, p);
 }
 
 template <class Real>

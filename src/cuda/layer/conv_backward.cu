@@ -61,12 +61,6 @@ std::string reject(const Arguments&, const ConvProblem& p) {
   return p.dtype == DType::kFloat64 ? "needs fp32, bf16 or fp16" : "";
 }
 
-size_t workspace_size(const Arguments& args, const ConvProblem& p) {
-  Workspace workspace(nullptr);
-  Plan(args, p, &workspace);
-  return workspace.bytes();
-}
-
 Status run_any(const ConvBackwardParams& params, const ConvProblem& p, const Plan& plan, cudaStream_t stream) {
   const int32_t units = units_of<kUnitChannels>(params.parts, params.num_parts);
   const bool states = std::any_of(params.parts, params.parts + params.num_parts,
@@ -113,7 +107,7 @@ Status run(const Arguments& args, const ConvProblem& p, void* memory, void* raw_
 }  // namespace
 }  // namespace cuda
 
-const ConvBackwardPath kCudaConvBackward = {"cuda_layer", FLASH_QLA_CUDA,       false,
-                                            cuda::reject, cuda::workspace_size, cuda::run};
+const ConvBackwardPath kCudaConvBackward = {
+    "cuda_layer", FLASH_QLA_CUDA, false, cuda::reject, cuda::workspace_bytes<cuda::Plan>, cuda::run};
 
 }  // namespace flash_qla

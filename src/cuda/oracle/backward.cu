@@ -235,7 +235,7 @@ std::string accept(const flash_qla_backward_arguments&, const Problem&) { return
 }  // namespace
 
 size_t oracle_backward_workspace(const flash_qla_backward_arguments& args, const Problem& p) {
-  return BackwardCall<OracleBackward>::workspace_size(args, p);
+  return workspace_bytes<BackwardCall<OracleBackward>>(args, p);
 }
 
 Status run_oracle_backward(const flash_qla_backward_arguments& args, const Problem& p, void* memory, void* stream) {

@@ -122,7 +122,7 @@ Status launch_oracle_forward(const Problem& p, const ForwardParams& params, doub
 }  // namespace cuda
 
 const ForwardPath kCudaOracleChunkForward = {
-    "cuda_reference", FLASH_QLA_CUDA, true, cuda::accept, cuda::ForwardCall<double>::workspace_size, cuda::run};
+    "cuda_reference", FLASH_QLA_CUDA, true, cuda::accept, cuda::workspace_bytes<cuda::ForwardCall<double>>, cuda::run};
 const ForwardPath kCudaOracleRecurrent = kCudaOracleChunkForward;
 
 }  // namespace flash_qla

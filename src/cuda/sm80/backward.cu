@@ -31,70 +31,74 @@ std::string reject(const Arguments& args, const Problem& p) {
   return {};
 }
 
-// The backward of some heads. The constructor lays out the workspace.
-class HeadsBackward {
+// The backward of some heads.
+class HeadsBackward : Call<Arguments> {
  public:
-  // `whole`: the call, which decides what is copied, so that all of its groups have the same scratch.
+  // Lays out the workspace. `whole`: the call, which decides what is copied, so that all of its groups have the same
+  // scratch.
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
-    sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    strips_ = best_strips(p, 2 * p.N * p.Hv, 0, true, sms_).of_a_block;
+      : Call(whole, args, p, workspace),
+        d_o_(p, whole.d_o, args.d_o, false, kCopyGrain, workspace),
+        dv_(p, whole.dv, args.dv, false, kStoreGrain, workspace),
+        prepare_(prepare_params(device_gates(args, args.g_is_cumsum != 0))),
+        passes_(pass_params(best_strips(p, 2 * p.N * p.Hv, 0, true, sms_).of_a_block)),
+        gradients_(params_of<GradientsParams>()) {
+    const int64_t items = p.chunk_bound * p.Hv, columns = padded_values(p.V), tokens = p.B * p.T;
+    passes_.reverse_records = prepare_.reverse_records = workspace->take<ReverseRecord>(items * kStepsPerChunk);
+    gradients_.gates = prepare_.chunk_gates = workspace->take<ChunkGates>(items);
+    gradients_.d_o = passes_.d_o = d_o_.rows;
+    passes_.dv = dv_.rows;
+    passes_.dv_columns = static_cast<int32_t>(dv_.columns);
+    passes_.dht = states(args.dht);
+    passes_.dh0 = states(args.dh0);
+    passes_.reverse_blocks = static_cast<uint32_t>(p.N * p.Hv * passes_.blocks_per_head);
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
       wants_parts_ |= present(*t);
     }
-    sequences_ = take_sequences(p, workspace);
-    normalizes_ = args.options.use_qk_l2norm_in_kernel != 0;
-    q_ = RowCopy(p, whole.q, normalizes_, p.Hq, kCopyGrain, workspace);
-    k_ = RowCopy(p, whole.k, normalizes_, p.Hq, kCopyGrain, workspace);
-    v_ = RowCopy(p, whole.v, false, p.Hv, kCopyGrain, workspace);
-    d_o_ = RowCopy(p, whole.d_o, false, p.Hv, kCopyGrain, workspace);
-    dv_ = RowCopy(p, whole.dv, false, p.Hv, kStoreGrain, workspace);
-
-    const int64_t items = p.chunk_bound * p.Hv;
-    const int64_t columns = padded_values(p.V);
-    records_ = workspace->take<StepRecord>(items * kStepsPerChunk);
-    reverse_records_ = workspace->take<ReverseRecord>(items * kStepsPerChunk);
-    gates_ = workspace->take<ChunkGates>(items);
     if (!wants_parts_) return;
-    // Through the norm in place, or with more keys than a block has at once from fp32 parts.
-    const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
-    const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
-      if (!by_parts) *rows = RowCopy(p, t, false, p.Hq, kPairGrain, workspace);
-      if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
-    };
-    take_rows(whole.dq, &dq_, &dq_parts_);
-    take_rows(whole.dk, &dk_, &dk_parts_);
-    const auto norms = [&](const Tensor& given) {
-      if (!normalizes_ || by_parts) return device_tensor(given);
-      return workspace_tensor(workspace->take<float>(p.B * p.T * p.Hq), DType::kFloat32, p.B, p.T, p.Hq, 1);
-    };
-    q_inverse_norms_ = norms(args.q_inverse_norm);
-    k_inverse_norms_ = norms(args.k_inverse_norm);
-    for (char** states : {&states_, &gradients_}) {
+    ChunkMatrices& matrices = passes_.matrices;
+    for (char** states : {&matrices.states, &matrices.gradients}) {
       *states = workspace->take<char>(items * padded_keys(p.K) * columns * 2);
     }
-    for (char** errors : {&errors_, &d_errors_}) *errors = workspace->take<char>(items * kChunkSize * columns * 2);
-    d_log_decay_ = workspace->take<float>(p.B * p.T * p.Hv);
-    d_beta_ = workspace->take<float>(p.B * p.T * p.Hv);
+    for (char** errors : {&matrices.errors, &matrices.d_errors}) {
+      *errors = workspace->take<char>(items * kChunkSize * columns * 2);
+    }
+    gradients_.matrices = matrices;
+    // Through the norm in place, or with more keys than a block has at once from fp32 parts.
+    const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
+    const auto take_keys = [&](const Tensor& of_whole, const Tensor& t, const Tensor& norms, TokenRows* rows) {
+      KeyGradients keys{};
+      if (!by_parts) *rows = TokenRows(p, of_whole, t, false, kPairGrain, workspace);
+      keys.rows = rows->rows;
+      if (by_parts && present(t)) keys.parts = workspace->take<float>(tokens * p.Hq * p.K);
+      keys.inverse_norms = !normalizes_ || by_parts ? device_tensor(norms)
+                                                    : workspace_tensor(workspace->take<float>(tokens * p.Hq),
+                                                                       DType::kFloat32, p.B, p.T, p.Hq, 1);
+      return keys;
+    };
+    gradients_.dq = take_keys(whole.dq, args.dq, args.q_inverse_norm, &dq_);
+    gradients_.dk = take_keys(whole.dk, args.dk, args.k_inverse_norm, &dk_);
+    gradients_.d_log_decay = workspace->take<float>(tokens * p.Hv);
+    gradients_.d_beta = workspace->take<float>(tokens * p.Hv);
+    gradients_.value_blocks = static_cast<int32_t>(columns / 8);
+    gradients_.starts_from_zero = !present(args.initial_state);
     gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
     if (has_last_tokens(p, args.dht)) last_tokens_ = workspace->take<float>(last_tokens_scratch(p));
   }
 
   Status run(cudaStream_t stream) const {
+    const auto fill_keys = [&](const TokenRows& rows, const KeyGradients& keys) {
+      return rows.fill(p_, stream, normalizes_, static_cast<float*>(keys.inverse_norms.data));
+    };
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    FLASH_QLA_RETURN_IF_ERROR(q_.take(p_, args_.q, normalizes_, static_cast<float*>(q_inverse_norms_.data), stream));
-    FLASH_QLA_RETURN_IF_ERROR(k_.take(p_, args_.k, normalizes_, static_cast<float*>(k_inverse_norms_.data), stream));
-    FLASH_QLA_RETURN_IF_ERROR(v_.take(p_, args_.v, false, nullptr, stream));
-    FLASH_QLA_RETURN_IF_ERROR(d_o_.take(p_, args_.d_o, false, nullptr, stream));
-
-    PrepareParams prepare = prepare_params(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), records_, sms_);
-    prepare.q = q_.rows(p_, args_.q);
-    prepare.k = k_.rows(p_, args_.k);
-    prepare.reverse_records = reverse_records_;
-    prepare.chunk_gates = gates_;
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, prepare_blocks(prepare, p_.chunk_bound), stream));
-    FLASH_QLA_RETURN_IF_ERROR(run_passes(stream));
-    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(stream));
+    FLASH_QLA_RETURN_IF_ERROR(fill_keys(q_, gradients_.dq));
+    FLASH_QLA_RETURN_IF_ERROR(fill_keys(k_, gradients_.dk));
+    FLASH_QLA_RETURN_IF_ERROR(v_.fill(p_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(d_o_.fill(p_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare_, prepare_blocks(prepare_, p_.chunk_bound), stream));
+    const int64_t blocks = passes_.reverse_blocks;
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.passes(passes_, wants_parts_ ? 2 * blocks : blocks, stream));
+    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(kernels_.gradients(gradients_, p_.chunk_bound * p_.Hq, stream));
     if (last_tokens_ != nullptr) FLASH_QLA_RETURN_IF_ERROR(run_last_tokens(stream));
     return finish(stream);
   }
@@ -103,67 +107,20 @@ class HeadsBackward {
   static constexpr int64_t kPairGrain = 2;  // elements of one store of dq and dk
   static constexpr int64_t kMostKeysAtOnce = 128;
 
-  Status run_passes(cudaStream_t stream) const {
-    const bool v_first = args_.options.state_v_first != 0;
-    PassesParams params{};
-    params.forward = forward_params(p_, sequences_, records_, strips_);
-    params.forward.q = q_.rows(p_, args_.q);
-    params.forward.k = k_.rows(p_, args_.k);
-    params.forward.v = v_.rows(p_, args_.v);
-    params.forward.initial_state = device_states(args_.initial_state, v_first);
-    params.forward.states = states_;
-    params.forward.errors = errors_;
-    params.reverse_records = reverse_records_;
-    params.d_o = d_o_.rows(p_, args_.d_o);
-    params.dv = dv_.rows(p_, args_.dv);
-    params.gradients = gradients_;
-    params.d_errors = d_errors_;
-    params.dht = device_states(args_.dht, v_first);
-    params.dh0 = device_states(args_.dh0, v_first);
-    params.dv_columns = dv_.columns(args_.dv);
-    const int64_t blocks = p_.N * p_.Hv * params.forward.blocks_per_head;
-    params.reverse_blocks = static_cast<uint32_t>(blocks);
-    return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
-  }
-
-  Status run_gradients(cudaStream_t stream) const {
-    auto params = params_of<GradientsParams>(p_, sequences_);
-    params.q = q_.rows(p_, args_.q);
-    params.k = k_.rows(p_, args_.k);
-    params.d_o = d_o_.rows(p_, args_.d_o);
-    if (dq_parts_ == nullptr) params.dq = dq_.rows(p_, args_.dq);
-    if (dk_parts_ == nullptr) params.dk = dk_.rows(p_, args_.dk);
-    params.states = states_;
-    params.gradients = gradients_;
-    params.errors = errors_;
-    params.d_errors = d_errors_;
-    params.gates = gates_;
-    params.q_inverse_norms = q_inverse_norms_;
-    params.k_inverse_norms = k_inverse_norms_;
-    params.dq_parts = dq_parts_;
-    params.dk_parts = dk_parts_;
-    params.d_log_decay = d_log_decay_;
-    params.d_beta = d_beta_;
-    params.value_blocks = static_cast<int32_t>(padded_values(p_.V) / 8);
-    params.starts_from_zero = !present(args_.initial_state);
-    return kernels_.gradients(params, p_.chunk_bound * p_.Hq, stream);
-  }
-
   Status run_last_tokens(cudaStream_t stream) const {
-    const bool v_first = args_.options.state_v_first != 0;
-    auto params = params_of<LastTokensParams>(p_, sequences_);
-    params.q = q_.used() ? q_.tensor(p_) : device_tensor(args_.q);
-    params.k = k_.used() ? k_.tensor(p_) : device_tensor(args_.k);
+    auto params = params_of<LastTokensParams>();
+    params.q = q_.copied ? q_.copy : device_tensor(args_.q);
+    params.k = k_.copied ? k_.copy : device_tensor(args_.k);
     params.v = device_tensor(args_.v);
     params.d_o = device_tensor(args_.d_o);
-    params.gates = device_gates(args_, args_.g_is_cumsum != 0);
-    params.initial_state = device_states(args_.initial_state, v_first);
-    params.dht = device_states(args_.dht, v_first);
-    params.states = {reinterpret_cast<const uint16_t*>(states_), static_cast<int32_t>(padded_values(p_.V) / 8),
+    params.gates = prepare_.gates;
+    params.initial_state = passes_.initial_state;
+    params.dht = passes_.dht;
+    params.states = {reinterpret_cast<const uint16_t*>(passes_.matrices.states), gradients_.value_blocks,
                      padded_keys(p_.K) / 8};
     params.scratch = last_tokens_;
-    params.d_log_decay = d_log_decay_;
-    params.d_beta = d_beta_;
+    params.d_log_decay = gradients_.d_log_decay;
+    params.d_beta = gradients_.d_beta;
     params.type = static_cast<int32_t>(p_.dtype);
     params.exact_short = has_exact_short(args_.options, p_);
     return launch_last_tokens(p_, params, stream);
@@ -171,49 +128,32 @@ class HeadsBackward {
 
   // Gradients to where and as the caller wants them.
   Status finish(cudaStream_t stream) const {
-    FLASH_QLA_RETURN_IF_ERROR(dv_.hand_out(p_, sequences_, args_.dv, stream));
+    for (const TokenRows* rows : {&dq_, &dk_, &dv_}) {
+      FLASH_QLA_RETURN_IF_ERROR(rows->hand_out(p_, sequences_, stream));
+    }
     if (!wants_parts_) return Status();
     Problem keys = p_;  // the sums over a group are there already
     keys.Hv = p_.Hq;
     keys.group = 1;
-    const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x,
-                                 const Tensor& norm) {
-      if (parts == nullptr) return copy.hand_out(p_, sequences_, t, stream);
-      return launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), normalizes_, device_tensor(norm),
-                                       device_tensor(t), stream);
-    };
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dq, dq_, dq_parts_, args_.q, args_.q_inverse_norm));
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, dk_parts_, args_.k, args_.k_inverse_norm));
-    const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
-                                  device_tensor(args_.ddt_bias)};
-    return launch_finish_gates<float>(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), d_log_decay_,
-                                      d_beta_, gradients, gate_sums_, stream);
+    FLASH_QLA_RETURN_IF_ERROR(
+        finish_keys<float>(args_, keys, sequences_, gradients_.dq.parts, gradients_.dk.parts, stream));
+    const GateGradients gates{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
+                              device_tensor(args_.ddt_bias)};
+    return launch_finish_gates<float>(p_, sequences_, prepare_.gates, gradients_.d_log_decay, gradients_.d_beta, gates,
+                                      gate_sums_, stream);
   }
 
-  const Arguments& args_;
-  const Problem& p_;
-  const Kernels& kernels_;
-  int sms_, strips_;
-  bool wants_parts_ = false, normalizes_;
-  SequenceTable sequences_;
-  RowCopy q_, k_, v_, d_o_, dq_, dk_, dv_;
-  StepRecord* records_;
-  ReverseRecord* reverse_records_;
-  ChunkGates* gates_;
-  char *states_ = nullptr, *gradients_ = nullptr, *errors_ = nullptr, *d_errors_ = nullptr;
-  DeviceTensor q_inverse_norms_{}, k_inverse_norms_{};
-  float *dq_parts_ = nullptr, *dk_parts_ = nullptr;
-  float *d_log_decay_ = nullptr, *d_beta_ = nullptr;
+  TokenRows d_o_, dv_, dq_, dk_;
+  PrepareParams prepare_;
+  PassParams passes_;
+  GradientsParams gradients_;
+  bool wants_parts_ = false;
   double* gate_sums_ = nullptr;
   float* last_tokens_ = nullptr;
 };
 
 size_t bytes_for(const Arguments& args, const Problem& p, int64_t key_heads) {
-  Workspace workspace(nullptr);
-  const Arguments part = heads_of(args, p, 0, key_heads);
-  const Problem of_part = problem_of(p, key_heads);
-  HeadsBackward(args, part, of_part, &workspace);
-  return workspace.bytes();
+  return heads_bytes<HeadsBackward>(args, args, p, key_heads);
 }
 
 // Where all heads together would take more scratch than that they go in groups, one after another in the same scratch,
@@ -238,17 +178,7 @@ size_t workspace_size(const Arguments& args, const Problem& p) {
 }
 
 Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  const int64_t at_once = heads_at_once(args, p);
-  for (int64_t first = 0; first < p.Hq; first += at_once) {
-    const int64_t count = std::min(at_once, p.Hq - first);
-    const Arguments part = heads_of(args, p, first, count);
-    const Problem of_part = problem_of(p, count);
-    Workspace workspace(memory);
-    FLASH_QLA_RETURN_IF_ERROR(HeadsBackward(args, part, of_part, &workspace).run(static_cast<cudaStream_t>(stream)));
-  }
-  return Status();
+  return run_heads<HeadsBackward>(args, args, p, heads_at_once(args, p), memory, stream);
 }
 
 }  // namespace

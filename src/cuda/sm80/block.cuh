@@ -23,7 +23,7 @@ struct Part {
 // Part `number` of a pass; false: there is none. kLocal: segments for their ends alone, which the last one of a
 // sequence does not need, and (transition) their transitions, which the first one does not need either.
 template <bool kLocal>
-__device__ __forceinline__ bool find_part(const ForwardParams& p, int64_t number, bool transition, Part* part) {
+__device__ __forceinline__ bool find_part(const PassParams& p, int64_t number, bool transition, Part* part) {
   const SequenceTable& table = p.sequences;
   *part = {0, 0, 0, 0, static_cast<int>(number), 0, -1, -1, -1, true, true, transition};
   DeviceSequence s;
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool find_part(const ForwardParams& p, int64_t number
 }
 
 // Whether a part leaves nothing of the state before it. The same in all warps that ask.
-__device__ __forceinline__ bool forgets(const ForwardParams& p, int first_chunk, int length, int head) {
+__device__ __forceinline__ bool forgets(const PassParams& p, int first_chunk, int length, int head) {
   float sum = 0.f;
   for (int i = threadIdx.x % 32; i < static_cast<int>(ceil_div(length, kChunkSize)); i += 32) {
     sum += p.decays[static_cast<int64_t>(first_chunk + i) * p.Hv + head];
@@ -92,7 +92,7 @@ struct BlockStrips {
   int64_t part;  // its number
   int head, column, strips;
 };
-__device__ __forceinline__ BlockStrips strips_of_block(const ForwardParams& p, unsigned block, int blocks_per_head,
+__device__ __forceinline__ BlockStrips strips_of_block(const PassParams& p, unsigned block, int blocks_per_head,
                                                        int columns) {
   const unsigned rest = block / blocks_per_head;
   const int column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
@@ -106,7 +106,7 @@ class Ring {
   __device__ __forceinline__ Ring(uint32_t barriers, int stages, int stage_bytes)
       : barriers_(barriers), stages_(stages), stage_bytes_(stage_bytes) {}
   // By all threads of a block: its ring and its place are ready behind this.
-  static __device__ __forceinline__ Ring start(const ForwardParams& p, const Part& part, const BlockStrips& block) {
+  static __device__ __forceinline__ Ring start(const PassParams& p, const Part& part, const BlockStrips& block) {
     const uint32_t barriers = smem_address(dynamic_shared<char>());
     if (threadIdx.x == 0) {
       for (int i = 0; i < p.stages; ++i) {
@@ -151,45 +151,29 @@ class Ring {
   uint32_t place_ = 0;  // twice the stage's number, and the parity of the phases that have been waited for
 };
 
-// Copies values of a step for a block's strips; a lane's column is the same in every row.
-class ValueCopier {
- public:
-  // `column`: the block's first; without `values` all become zero.
-  __device__ __forceinline__ ValueCopier(const Rows& rows, int column, int strips, int lane, bool values) {
-    const int pieces = 2 * strips, piece_bits = 31 - __clz(pieces);  // of 16 bytes in a row; a power of two
-    piece_ = lane & (pieces - 1);
-    first_row_ = lane >> piece_bits;
-    rows_on_ = 32 >> piece_bits;
-    inside_ = values && column / 8 + piece_ < rows.pieces;
-  }
-  // `count` rows from `from` on, `stride` elements apart; those past them become zero. A copy of nothing wants a legal
-  // address, too.
-  __device__ __forceinline__ void copy(uint32_t values, const uint16_t* from, int64_t stride, int count) const {
-    values += static_cast<uint32_t>(piece_ / 2 * kValueBytes);
-    const uint16_t* at = from + first_row_ * stride + 8 * piece_;
-#pragma unroll 2
-    for (int row = first_row_; row < kStep; row += rows_on_, at += rows_on_ * stride) {
-      const bool inside = inside_ && row < count;
-      cp_async_16_or_zero(values + value_offset(row, piece_ % 2), inside ? at : from, inside);
-    }
-  }
-
- private:
-  int piece_, first_row_, rows_on_;
-  bool inside_;
-};
-
 // The warp that loads: steps of a part into the ring, kBack from its last to its first. kRecordBytes: what is copied of
 // a record. `values`: V or dO, null: zero. Those of a transition are zero, too.
 template <int kKeys, bool kQueries, bool kBack, int kRecordBytes, class Record>
-__device__ void load_steps(const ForwardParams& p, const Part& part, const Record* records, const Rows& values,
+__device__ void load_steps(const PassParams& p, const Part& part, const Record* records, const Rows& values,
                            const BlockStrips& block, Ring ring) {
   using Tr = Traits<kKeys, Record>;
   const int lane = threadIdx.x % 32, head = block.head, key_head = head / p.group;
   const int steps = static_cast<int>(ceil_div(part.length, kStep));
   const bool has_values = values.data != nullptr && !part.transition;
   const TileCopier<kKeys, kStep, 32> copy_keys(p.k.pieces, lane), copy_queries(p.q.pieces, lane);
-  const ValueCopier copy_values(values, block.column, p.strips, lane, has_values);
+  // Of 16-byte pieces of V's rows, a power of two, a lane has one column; without values all become zero.
+  const int pieces = 2 * p.strips, piece_bits = 31 - __clz(pieces), piece = lane & (pieces - 1);
+  const int first_row = lane >> piece_bits, rows_on = 32 >> piece_bits;
+  const bool inside_row = has_values && block.column / 8 + piece < values.pieces;
+  const auto copy_values = [&](uint32_t to, const uint16_t* from, int count) {
+    to += static_cast<uint32_t>(piece / 2 * kValueBytes);
+    const uint16_t* at = from + first_row * values.token + 8 * piece;
+#pragma unroll 2
+    for (int row = first_row; row < kStep; row += rows_on, at += rows_on * values.token) {
+      const bool inside = inside_row && row < count;  // a copy of nothing wants a legal address, too
+      cp_async_16_or_zero(to + value_offset(row, piece % 2), inside ? at : from, inside);
+    }
+  };
   const int64_t direction = kBack ? -kStep : kStep, first_token = part.begin + (kBack ? (steps - 1) * kStep : 0);
   const uint16_t* k = row_at(p.k, part.b, first_token, key_head);
   const uint16_t* q = row_at(p.q, part.b, first_token, key_head);
@@ -204,11 +188,11 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, const Recor
         reinterpret_cast<const char*>(records + (chunk * p.Hv + head) * kStepsPerChunk + step % kStepsPerChunk);
     constexpr int kPieces = kRecordBytes / 16;
 #pragma unroll
-    for (int piece = 0; piece < kPieces; piece += 32) {
-      if (piece + 32 > kPieces && piece + lane >= kPieces) continue;
-      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((piece + lane) * 16), record + (piece + lane) * 16);
+    for (int first = 0; first < kPieces; first += 32) {
+      if (first + 32 > kPieces && first + lane >= kPieces) continue;
+      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((first + lane) * 16), record + (first + lane) * 16);
     }
-    copy_values.copy(stage + Tr::kValuesAt, has_values ? v : k, values.token, count);
+    copy_values(stage + Tr::kValuesAt, has_values ? v : k, count);
     if (kQueries) copy_queries.copy(stage + Tr::kQueriesAt, q, p.q.token, count);
     cp_async_arrive(ring.full());
     k += direction * p.k.token;

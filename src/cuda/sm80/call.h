@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cuda/common/prepare.cuh"
-#include "cuda/sm80/launch.h"
+#include "cuda/sm80/params.h"
 #include "cuda/sm80/plan.h"
 
 namespace flash_qla::cuda::sm80 {
@@ -35,89 +35,50 @@ inline std::string reject_any(const flash_qla_options& options, const Problem& p
 inline constexpr int64_t kCopyGrain = 8;   // 16-bit elements of one cp.async
 inline constexpr int64_t kStoreGrain = 4;  // of one store of O or dV
 
-// Whether all rows of [B, T, heads, size] have their elements side by side, begin on a boundary of `grain` elements and
-// are a multiple of it long. The stride of a dimension of one index means nothing.
-inline bool rows_fit(const Tensor& t, int64_t grain) {
-  for (int i = 0; i < 3; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] % grain != 0) return false;
-  }
-  return t.stride[3] == 1 && t.shape[3] % grain == 0 &&
-         reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(grain * 2) == 0;
-}
+// A [B, T, heads, size] tensor of a call, and its rows as the kernels read or write them: its own, or those of a copy
+// of 16-bit elements in the workspace. Absent: null and without pieces.
+struct TokenRows {
+  Tensor tensor{};
+  bool copied = false;
+  DeviceTensor copy{};
+  int64_t columns = 0;  // of a row
+  Rows rows{};
 
-// Absent: null and without pieces.
-inline Rows rows_of(const Tensor& t) {
-  if (!present(t)) return {};
-  return {t.data, t.stride[0], t.stride[1], t.stride[2], static_cast<int32_t>(t.shape[3] / kCopyGrain)};
-}
-
-// A [B, T, heads, size] copy of 16-bit elements in the workspace, in rows of `row` elements; or none, where the kernels
-// read or write the caller's tensor.
-struct RowCopy {
-  uint16_t* data = nullptr;
-  int64_t heads = 0, size = 0, row = 0;
-
-  RowCopy() = default;
-  // Of `t` where its rows do not suit, or `always`. `of_heads`: those that are computed together.
-  RowCopy(const Problem& p, const Tensor& t, bool always, int64_t of_heads, int64_t grain, Workspace* workspace) {
-    if (!present(t) || (!always && dtype(t) == p.dtype && rows_fit(t, grain))) return;
-    heads = of_heads;
-    size = t.shape[3];
-    row = ceil_div(size, grain) * grain;
-    data = workspace->take<uint16_t>(p.B * p.T * heads * row);
+  TokenRows() = default;
+  // Copied where rows do not suit, or `always`. `whole`: the tensor with the heads that are computed at other times as
+  // well; either all of them are copied or none.
+  TokenRows(const Problem& p, const Tensor& whole, const Tensor& t, bool always, int64_t grain, Workspace* workspace)
+      : tensor(t) {
+    if (!present(t)) return;
+    copied = always || dtype(whole) != p.dtype || !rows_fit(whole, grain);
+    columns = copied ? ceil_div(t.shape[3], grain) * grain : t.shape[3];
+    if (copied) {
+      uint16_t* data = workspace->take<uint16_t>(p.B * p.T * t.shape[2] * columns);
+      copy = workspace_tensor(data, p.dtype, p.B, p.T, t.shape[2], columns);
+    }
+    rows = copied ? rows_of(copy.data, copy.stride) : rows_of(t.data, t.stride);
   }
-  bool used() const { return row > 0; }
-  DeviceTensor tensor(const Problem& p) const { return workspace_tensor(data, p.dtype, p.B, p.T, heads, row); }
-  // Those that stand for the caller's `t`.
-  Rows rows(const Problem& p, const Tensor& t) const {
-    if (!used()) return rows_of(t);
-    return {data, p.T * heads * row, heads * row, row, static_cast<int32_t>(row / kCopyGrain)};
+  Rows rows_of(const void* data, const int64_t* stride) const {
+    return {data, stride[0], stride[1], stride[2], static_cast<int32_t>(columns / kCopyGrain)};
   }
-  int32_t columns(const Tensor& t) const { return static_cast<int32_t>(used() ? row : t.shape[3]); }
 
   // Fills the copy. `normalizes`: with rows divided by their norms.
-  Status take(const Problem& p, const Tensor& t, bool normalizes, float* inverse_norms, cudaStream_t stream) const {
-    if (!used()) return Status();
-    const DeviceTensor from = device_tensor(t);
-    return normalizes ? launch_normalize<float>(p, from, tensor(p), inverse_norms, stream, row)
-                      : launch_copy_rows(p, heads, size, from, tensor(p), stream, row);
+  Status fill(const Problem& p, cudaStream_t stream, bool normalizes = false, float* inverse_norms = nullptr) const {
+    if (!copied) return Status();
+    const DeviceTensor from = device_tensor(tensor);
+    return normalizes ? launch_normalize<float>(p, from, copy, inverse_norms, stream, columns)
+                      : launch_copy_rows(p, tensor.shape[2], tensor.shape[3], from, copy, stream, columns);
   }
   // What the kernels have left, to where the caller wants it; zero for tokens outside all sequences.
-  Status hand_out(const Problem& p, const SequenceTable& sequences, const Tensor& t, cudaStream_t stream) const {
-    const DeviceTensor out = device_tensor(t);
-    if (used()) FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p, heads, size, tensor(p), out, stream));
-    return launch_zero_outside(p, sequences, out, t.shape[2], t.shape[3], stream);
+  Status hand_out(const Problem& p, const SequenceTable& sequences, cudaStream_t stream) const {
+    const DeviceTensor to = device_tensor(tensor);
+    const int64_t heads = tensor.shape[2], size = tensor.shape[3];
+    if (copied) FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p, heads, size, copy, to, stream));
+    return launch_zero_outside(p, sequences, to, heads, size, stream);
   }
 };
 
-// ---- parameters that both directions fill alike
-
-// What a kernel wants to know of the call.
-template <class Params>
-Params params_of(const Problem& p, const SequenceTable& sequences) {
-  Params params{};
-  params.sequences = sequences;
-  params.K = static_cast<int32_t>(p.K);
-  params.Hv = static_cast<int32_t>(p.Hv);
-  params.group = static_cast<int32_t>(p.group);
-  if constexpr (requires { params.V; }) params.V = static_cast<int32_t>(p.V);
-  if constexpr (requires { params.Hq; }) params.Hq = static_cast<int32_t>(p.Hq);
-  if constexpr (requires { params.scale; }) params.scale = static_cast<float>(p.scale);
-  return params;
-}
-
-// Of `prepare`, but for rows and outputs. prepare_blocks(): of a call's chunks, or of as many parts.
-inline PrepareParams prepare_params(const Problem& p, const SequenceTable& sequences, const Gates& gates,
-                                    StepRecord* records, int multiprocessors) {
-  auto params = params_of<PrepareParams>(p, sequences);
-  params.gates = gates;
-  params.records = records;
-  params.heads_per_block = static_cast<int32_t>(prepared_heads(p.chunk_bound, p.Hq, p.group, multiprocessors));
-  return params;
-}
-inline int64_t prepare_blocks(const PrepareParams& params, int64_t chunks) {
-  return chunks * params.Hq * ceil_div(params.group, params.heads_per_block);
-}
+// ---- a call
 
 // [rows, Hv] states that kernels leave for each other: fp32, keys beside each other and padded as the kernels have
 // them, values to whole strips.
@@ -127,25 +88,85 @@ inline DeviceStates take_padded_states(const Problem& p, int64_t rows, int64_t v
           static_cast<int32_t>(DType::kFloat32)};
 }
 
-// Of the forward pass, over whole sequences from zero.
-inline ForwardParams forward_params(const Problem& p, const SequenceTable& sequences, const StepRecord* records,
-                                    int strips) {
-  auto params = params_of<ForwardParams>(p, sequences);
-  params.records = records;
-  params.strips = strips;
-  params.blocks_per_head = static_cast<int32_t>(ceil_div(p.V, strips * kStrip));
-  params.first_transition = INT64_MAX;
-  return params;
-}
-
-// The same without what is kept on the way.
-inline ForwardParams states_alone(const ForwardParams& params) {
-  ForwardParams alone = params;
+// The parameters of a pass without what is kept on the way.
+inline PassParams states_alone(const PassParams& params) {
+  PassParams alone = params;
   alone.h = alone.checkpoints = alone.listed_states = {};
   alone.checkpoint_every = 0;
   alone.listed = {};
   alone.keeps_states = false;
   return alone;
 }
+
+// What a call of either direction begins with.
+template <class Arguments>
+class Call {
+ protected:
+  // `whole`: the call of which these are some heads.
+  Call(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
+      : args_(args),
+        p_(p),
+        kernels_(kernels_for(p.dtype, p.K)),
+        normalizes_(args.options.use_qk_l2norm_in_kernel != 0),
+        sms_(device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index)),
+        sequences_(take_sequences(p, workspace)),
+        records_(workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk)),
+        q_(p, whole.q, args.q, normalizes_, kCopyGrain, workspace),
+        k_(p, whole.k, args.k, normalizes_, kCopyGrain, workspace),
+        v_(p, whole.v, args.v, false, kCopyGrain, workspace) {}
+
+  DeviceStates states(const Tensor& t) const { return device_states(t, args_.options.state_v_first != 0); }
+
+  // What a kernel wants to know of the call.
+  template <class Params>
+  Params params_of() const {
+    Params params{};
+    params.sequences = sequences_;
+    params.K = static_cast<int32_t>(p_.K);
+    params.Hv = static_cast<int32_t>(p_.Hv);
+    params.group = static_cast<int32_t>(p_.group);
+    if constexpr (requires { params.V; }) params.V = static_cast<int32_t>(p_.V);
+    if constexpr (requires { params.Hq; }) params.Hq = static_cast<int32_t>(p_.Hq);
+    if constexpr (requires { params.scale; }) params.scale = static_cast<float>(p_.scale);
+    if constexpr (std::is_same_v<decltype(params.q), Rows>) {
+      params.q = q_.rows;
+      params.k = k_.rows;
+    }
+    return params;
+  }
+
+  // Of `prepare`, but for outputs. prepare_blocks(): of a call's chunks, or of as many parts.
+  PrepareParams prepare_params(const Gates& gates) const {
+    auto params = params_of<PrepareParams>();
+    params.gates = gates;
+    params.records = records_;
+    params.heads_per_block = static_cast<int32_t>(prepared_heads(p_.chunk_bound, p_.Hq, p_.group, sms_));
+    return params;
+  }
+  int64_t prepare_blocks(const PrepareParams& params, int64_t chunks) const {
+    return chunks * p_.Hq * ceil_div(p_.group, params.heads_per_block);
+  }
+
+  // Of the forward pass, over whole sequences.
+  PassParams pass_params(int strips) const {
+    auto params = params_of<PassParams>();
+    params.v = v_.rows;
+    params.initial_state = states(args_.initial_state);
+    params.records = records_;
+    params.strips = strips;
+    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, strips * kStrip));
+    params.first_transition = INT64_MAX;
+    return params;
+  }
+
+  const Arguments& args_;
+  const Problem& p_;
+  const Kernels& kernels_;
+  const bool normalizes_;
+  const int sms_;
+  const SequenceTable sequences_;
+  StepRecord* const records_;
+  const TokenRows q_, k_, v_;
+};
 
 }  // namespace flash_qla::cuda::sm80

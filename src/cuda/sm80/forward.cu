@@ -19,118 +19,88 @@ std::string reject(const Arguments& args, const Problem& p) {
   return reject_any(args.options, p);
 }
 
-// One call. The constructor lays out the workspace.
-class Call {
+class ForwardCall : Call<Arguments> {
  public:
-  Call(const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args),
-        p_(p),
-        kernels_(kernels_for(p.dtype, p.K)),
-        normalizes_(args.options.use_qk_l2norm_in_kernel != 0) {
-    sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    // Without tensors a size is asked for that is to serve smaller calls as well.
-    split_ = plan_split(p, args.options, sms_, args.q.data == nullptr);
-    sequences_ = take_sequences(p, workspace);
-    records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
-    if (split_.rule.least_chunks > 0) {
-      decays_ = workspace->take<float>(p.chunk_bound * p.Hv);
-      starts_ = take_padded_states(p, split_.rows, p.V, workspace);
-      transitions_ = take_padded_states(p, split_.rows, padded_keys(p.K), workspace);
-    }
-    listed_ = take_listed(args, p, workspace);
-    q_ = RowCopy(p, args.q, normalizes_, p.Hq, kCopyGrain, workspace);
-    k_ = RowCopy(p, args.k, normalizes_, p.Hq, kCopyGrain, workspace);
-    v_ = RowCopy(p, args.v, false, p.Hv, kCopyGrain, workspace);
-    o_ = RowCopy(p, args.o, false, p.Hv, kStoreGrain, workspace);
-  }
-
-  static size_t workspace_size(const Arguments& args, const Problem& p) {
-    Workspace workspace(nullptr);
-    Call(args, p, &workspace);
-    return workspace.bytes();
+  // Lays out the workspace.
+  ForwardCall(const Arguments& args, const Problem& p, Workspace* workspace)
+      : Call(args, args, p, workspace),
+        o_(p, args.o, args.o, false, kStoreGrain, workspace),
+        // Without tensors a size is asked for that is to serve smaller calls as well.
+        split_(plan_split(p, args.options, sms_, args.q.data == nullptr)),
+        listed_(take_listed(args, p, workspace)),
+        prepare_(prepare_params(device_gates(args, false))),
+        pass_(pass_params(split_.strips)) {
+    static_cast<ForwardStates&>(pass_) = forward_states(args);
+    prepare_.pool_indices = pass_.pool_indices;
+    prepare_.g_cumsum = device_tensor(args.g_cumsum);
+    prepare_.A = device_tensor(args.A);
+    // Rows of q and k that suit are normalised by `prepare`; others are copied before, and normalised on that occasion.
+    const auto normalize = [&](const TokenRows& keys, Rows* rows, uint16_t** normal) {
+      if (!keys.copied || !rows_fit(keys.tensor, kCopyGrain)) return;
+      *rows = keys.rows_of(keys.tensor.data, keys.tensor.stride);
+      *normal = static_cast<uint16_t*>(keys.copy.data);
+    };
+    normalize(q_, &prepare_.q, &prepare_.normal_q);
+    normalize(k_, &prepare_.k, &prepare_.normal_k);
+    prepare_.row_elements = static_cast<int32_t>(q_.columns);  // of both copies
+    pass_.o = o_.rows;
+    pass_.o_columns = static_cast<int32_t>(o_.columns);
+    pass_.listed = listed_.lists;
+    pass_.listed_states = listed_.states;
+    pass_.keeps_states = present(args.h) || args.checkpoint_every > 0 || listed_.entries > 0;
+    pass_.rule = split_.rule;
+    if (split_.rule.least_chunks == 0) return;
+    prepare_.decays = workspace->take<float>(p.chunk_bound * p.Hv);
+    pass_.starts = take_padded_states(p, split_.rows, p.V, workspace);
+    transitions_ = take_padded_states(p, split_.rows, padded_keys(p.K), workspace);
   }
 
   static std::string notes(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
-    const Call call(args, p, &workspace);
-    const bool splits = call.split_.rule.least_chunks > 0;
+    const SplitPlan split = ForwardCall(args, p, &workspace).split_;
     return "strips of 16 value columns: " + std::to_string(p.N * p.Hv * ceil_div(p.V, kStrip)) + ", " +
-           std::to_string(call.split_.strips) +
-           " in a block\nsequence split: " + (splits ? "planned on the device" : "none") + " (" + call.split_.reason +
-           ")\n";
+           std::to_string(split.strips) +
+           " in a block\nsequence split: " + (split.rule.least_chunks > 0 ? "planned on the device" : "none") + " (" +
+           split.reason + ")\n";
   }
 
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    FLASH_QLA_RETURN_IF_ERROR(launch_list_tokens(p_, sequences_, pool_indices(args_), listed_, stream));
-    PrepareParams prepare = prepare_params(p_, sequences_, device_gates(args_, false), records_, sms_);
-    prepare.pool_indices = pool_indices(args_);
-    prepare.g_cumsum = device_tensor(args_.g_cumsum);
-    prepare.A = device_tensor(args_.A);
-    prepare.decays = decays_;
-    prepare.row_elements = static_cast<int32_t>(q_.row);  // of both copies
-    FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.q, q_, &prepare.q, &prepare.normal_q, stream));
-    FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.k, k_, &prepare.k, &prepare.normal_k, stream));
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, prepare_blocks(prepare, p_.chunk_bound), stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_list_tokens(p_, sequences_, pass_.pool_indices, listed_, stream));
+    if (prepare_.normal_q == nullptr) FLASH_QLA_RETURN_IF_ERROR(q_.fill(p_, stream, normalizes_));
+    if (prepare_.normal_k == nullptr) FLASH_QLA_RETURN_IF_ERROR(k_.fill(p_, stream, normalizes_));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare_, prepare_blocks(prepare_, p_.chunk_bound), stream));
 
-    FLASH_QLA_RETURN_IF_ERROR(v_.take(p_, args_.v, false, nullptr, stream));
-    const ForwardParams forward = pass_params();
-    const int64_t blocks_per_part = p_.Hv * forward.blocks_per_head;
+    FLASH_QLA_RETURN_IF_ERROR(v_.fill(p_, stream));
+    const int64_t blocks_per_part = p_.Hv * pass_.blocks_per_head;
     if (split_.rule.least_chunks > 0) {
       // States at the segments' ends and transitions beside each other; then the states at their starts.
-      const ForwardParams local = for_segments(forward);
+      const PassParams local = for_segments();
       const int64_t transitions = split_.parts * p_.Hv * local.transition_blocks_per_head;
       FLASH_QLA_RETURN_IF_ERROR(kernels_.states(local, local.first_transition + transitions, stream));
       FLASH_QLA_RETURN_IF_ERROR(kernels_.scan(local, p_.N * p_.Hv * ceil_div(p_.V, kStrip), stream));
     }
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, split_.parts * blocks_per_part, stream));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(pass_, split_.parts * blocks_per_part, stream));
     if (listed_.entries > 0) {
-      PrepareParams parts = for_parts(prepare, listed_);
-      parts.q = forward.q;
-      parts.k = forward.k;
+      PrepareParams parts = for_parts(prepare_, listed_);
+      parts.q = q_.rows;
+      parts.k = k_.rows;
       FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(parts, prepare_blocks(parts, listed_.entries), stream));
-      FLASH_QLA_RETURN_IF_ERROR(
-          kernels_.states(for_parts(forward, listed_), listed_.entries * blocks_per_part, stream));
+      FLASH_QLA_RETURN_IF_ERROR(kernels_.states(for_parts(pass_, listed_), listed_.entries * blocks_per_part, stream));
     }
 
-    FLASH_QLA_RETURN_IF_ERROR(o_.hand_out(p_, sequences_, args_.o, stream));
-    FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p_, sequences_, prepare.A, p_.Hv, kChunkSize, stream));
-    FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p_, sequences_, prepare.g_cumsum, p_.Hv, 1, stream));
-    return launch_zero_unused_h(p_, sequences_, forward.pool_indices, forward.h, stream);
+    FLASH_QLA_RETURN_IF_ERROR(o_.hand_out(p_, sequences_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p_, sequences_, prepare_.A, p_.Hv, kChunkSize, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p_, sequences_, prepare_.g_cumsum, p_.Hv, 1, stream));
+    return launch_zero_unused_h(p_, sequences_, pass_.pool_indices, pass_.h, stream);
   }
 
  private:
-  ForwardParams pass_params() const {
-    const bool v_first = args_.options.state_v_first != 0;
-    ForwardParams params = forward_params(p_, sequences_, records_, split_.strips);
-    params.pool_indices = pool_indices(args_);
-    params.q = q_.rows(p_, args_.q);
-    params.k = k_.rows(p_, args_.k);
-    params.v = v_.rows(p_, args_.v);
-    params.o = o_.rows(p_, args_.o);
-    params.o_columns = o_.columns(args_.o);
-    params.pool = device_states(args_.state_pool, v_first);
-    params.initial_state = device_states(args_.initial_state, v_first);
-    params.final_state = device_states(args_.final_state, v_first);
-    params.h = device_states(args_.h, v_first);
-    params.checkpoints = device_states(args_.checkpoints, v_first);
-    params.checkpoint_starts = device_tensor(args_.checkpoint_cu_starts);
-    params.checkpoint_every = args_.checkpoint_every;
-    params.listed = listed_.lists;
-    params.listed_states = listed_.states;
-    params.keeps_states = present(args_.h) || args_.checkpoint_every > 0 || listed_.entries > 0;
-    if (split_.rule.least_chunks > 0) {
-      params.rule = split_.rule;
-      params.starts = starts_;
-    }
-    return params;
-  }
-
   // The parameters of the pass over segments for their states alone.
-  ForwardParams for_segments(const ForwardParams& forward) const {
-    ForwardParams params = states_alone(forward);
+  PassParams for_segments() const {
+    PassParams params = states_alone(pass_);
     params.transitions = transitions_;
-    params.decays = decays_;
+    params.decays = prepare_.decays;
     params.decay_threshold = decay_threshold(args_.options);
     params.strips = split_.state_strips;
     params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
@@ -139,44 +109,24 @@ class Call {
     return params;
   }
 
-  // Rows of q or k as `prepare` reads them, and where it leaves them normalised. Rows that do not suit are copied
-  // before, and then normalised on that occasion.
-  Status take_keys(const Tensor& t, const RowCopy& copy, Rows* rows, uint16_t** normal, cudaStream_t stream) const {
-    if (copy.used() && rows_fit(t, kCopyGrain)) {
-      *rows = rows_of(t);
-      *normal = copy.data;
-      return Status();
-    }
-    *rows = copy.rows(p_, t);
-    return copy.take(p_, t, normalizes_, nullptr, stream);
-  }
-
-  const Arguments& args_;
-  const Problem& p_;
-  const Kernels& kernels_;
-  bool normalizes_;
-  int sms_;
+  TokenRows o_;
   SplitPlan split_;
-  SequenceTable sequences_;
-  StepRecord* records_;
-  float* decays_ = nullptr;
-  DeviceStates starts_{}, transitions_{};
   ListedTokens listed_;
-  RowCopy q_, k_, v_, o_;
+  PrepareParams prepare_;
+  PassParams pass_;
+  DeviceStates transitions_{};
 };
-
-Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  Workspace workspace(memory);
-  return Call(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
-}
 
 }  // namespace
 }  // namespace cuda::sm80
 
-const ForwardPath kSm80ChunkForward = {
-    "sm80",          FLASH_QLA_CUDA,         false, cuda::sm80::reject, cuda::sm80::Call::workspace_size,
-    cuda::sm80::run, cuda::sm80::Call::notes};
+using cuda::run_call, cuda::workspace_bytes, cuda::sm80::ForwardCall;
+const ForwardPath kSm80ChunkForward = {"sm80",
+                                       FLASH_QLA_CUDA,
+                                       false,
+                                       cuda::sm80::reject,
+                                       workspace_bytes<ForwardCall>,
+                                       run_call<ForwardCall>,
+                                       ForwardCall::notes};
 
 }  // namespace flash_qla

@@ -4,7 +4,6 @@
 
 #include <climits>
 
-#include "cuda/common/launch.h"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/strip.cuh"
 
@@ -12,31 +11,19 @@ namespace flash_qla::cuda::sm80 {
 
 // With 256 keys a strip needs every register. What is made from a thread's number anew in each step takes none; but for
 // compute capability 10.0 ptxas 13.0 spills two with it, and from there on none without.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 template <int kKeys>
-inline constexpr bool kNumbersAnew = false;
-#else
-template <int kKeys>
-inline constexpr bool kNumbersAnew = kKeys == 256;
-#endif
+inline constexpr bool kNumbersAnew = kKeys == 256 && kArchitecture < 1000;
 
-__device__ __forceinline__ StripPlace strip_place(const ForwardParams& p) {
+// K and V: those of the tensor; states that kernels leave for each other have all of the keys and any number of values.
+__device__ __forceinline__ StripPlace strip_place(int K, int V) {
   const Place& block = place_of_block();
-  return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
-          p.K, p.V};
-}
-// Of states that kernels leave for each other, with all of their keys and values.
-template <int kKeys>
-__device__ __forceinline__ StripPlace padded_place(const ForwardParams& p) {
-  StripPlace place = strip_place(p);
-  place.K = kKeys;
-  place.V = INT_MAX;
-  return place;
+  return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32), K,
+          V};
 }
 
 // A strip's matrices in the workspace: the first block of the warp's strip in a matrix of a chunk, `row` blocks side by
 // side.
-__device__ __forceinline__ char* strip_blocks(char* matrices, const ForwardParams& p, int chunk, int row) {
+__device__ __forceinline__ char* strip_blocks(char* matrices, const PassParams& p, int chunk, int row) {
   const Place& block = place_of_block();
   const int value_blocks = (p.V + kStrip - 1) / kStrip * 2, strip = static_cast<int>(threadIdx.x / 32);
   const int64_t matrix = static_cast<int64_t>(block.part.first_chunk + chunk) * p.Hv + block.head;
@@ -59,7 +46,7 @@ enum class Pass { kOutputs, kStates, kBackward };
 
 // What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
 template <int kKeys, Pass kPass, class State>
-__device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, int tokens, State& state) {
+__device__ __forceinline__ void keep_state(const PassParams& p, bool at_end, int tokens, State& state) {
   const Part& part = place_of_block().part;
   const int64_t chunk = part.first_chunk + tokens / kChunkSize;
   const int of_sequence = part.offset + tokens;
@@ -93,14 +80,14 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, 
       entry = p.listed.next[entry];
     }
     if (to.data == nullptr || row < 0 || row >= to.rows) continue;
-    store_state(state, to, row, padded ? padded_place<kKeys>(p) : strip_place(p));
+    store_state(state, to, row, padded ? strip_place(kKeys, INT_MAX) : strip_place(p.K, p.V));
   }
 }
 
 // The state that a part starts from. `slot`: of the pool.
 template <int kKeys, Pass kPass, class State>
-__device__ __forceinline__ void load_start(const ForwardParams& p, const Part& part, int64_t slot, State& state) {
-  StripPlace place = strip_place(p);
+__device__ __forceinline__ void load_start(const PassParams& p, const Part& part, int64_t slot, State& state) {
+  StripPlace place = strip_place(p.K, p.V);
   DeviceStates from{};
   int64_t row = part.n;
   state.clear();
@@ -109,7 +96,7 @@ __device__ __forceinline__ void load_start(const ForwardParams& p, const Part& p
   } else if (part.start_row >= 0) {
     from = p.starts;
     row = part.start_row;
-    place = padded_place<kKeys>(p);
+    place = strip_place(kKeys, INT_MAX);
   } else if (slot >= 0) {
     from = p.pool;
     row = slot;
@@ -122,7 +109,7 @@ __device__ __forceinline__ void load_start(const ForwardParams& p, const Part& p
 
 // A warp that carries a strip from a part's start to its end.
 template <class T, int kKeys, Pass kPass>
-__device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, Ring ring) {
+__device__ void carry_strip(const PassParams& p, const Part& part, int64_t slot, Ring ring) {
   using Tr = Traits<kKeys>;
   constexpr bool kOutputs = kPass == Pass::kOutputs;
   constexpr bool kTwoStages = Tr::stages(1) == 2;  // one register less, where there are none
@@ -130,14 +117,13 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
 
   Sums<Tr::kKeyTiles> state;
   load_start<kKeys, kPass>(p, part, slot, state);
-  std::conditional_t<kPass == Pass::kBackward, ErrorBlocks, OutputRows<T>> rows;
+  std::conditional_t<kPass == Pass::kBackward, ErrorBlocks, OutputRows> rows;
   if constexpr (kOutputs) {
-    const StripPlace place = strip_place(p);
+    const StripPlace place = strip_place(p.K, p.V);
     const uint16_t* o = row_at(p.o, part.b, part.begin, place.head);
-    rows = OutputRows<T>(o, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
+    rows = OutputRows(o, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
   }
-  Packed<Tr::kKeyTiles> packed;
-  pack<T>(state, packed);
+  auto packed = pack<T>(state);
   Step<T, kKeys, kOutputs> step;
   for (int number = 0;; ++number) {
     const int done = number * kStep, length = place_of_block().part.length;  // which takes no register in between
@@ -145,13 +131,13 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     if constexpr (kPass == Pass::kBackward) {
       if (!at_end && number % kStepsPerChunk == 0) {
         const int chunk = number / kStepsPerChunk;
-        store_blocks(packed, strip_blocks(p.states, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
-        rows.at = strip_blocks(p.errors, p, chunk, kChunkBlocks);
+        store_blocks(packed, strip_blocks(p.matrices.states, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
+        rows.at = strip_blocks(p.matrices.errors, p, chunk, kChunkBlocks);
       }
     } else if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
       // A segment's initial state is kept at its start alone.
       keep_state<kKeys, kPass>(p, at_end, at_end ? length : done, state);
-      pack<T>(state, packed);  // as it was: without registers for it meanwhile
+      packed = pack<T>(state);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
     if (kNumbersAnew<kKeys>) recompute_from(thread);
@@ -159,7 +145,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     const int lane = thread % 32;
     ring.wait_full();
     const uint32_t stage = ring.stage();
-    step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * kValueBytes), lane, packed);
+    step.begin({stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * kValueBytes), lane}, packed);
     step.finish(rows, done);  // before the first step there is nothing to store
     step.run(state, packed, rows, done);
     ring.release(lane);
@@ -169,7 +155,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
 }
 
 // Rows of a skipped sequence's outputs, of a block's columns.
-__device__ inline void write_zero_rows(const ForwardParams& p, const Part& part, int head, int column) {
+__device__ inline void write_zero_rows(const PassParams& p, const Part& part, int head, int column) {
   const int pieces = p.strips * kStrip / 4;
   uint16_t* o = const_cast<uint16_t*>(row_at(p.o, part.b, part.begin, head)) + column;
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(part.length) * pieces; i += blockDim.x) {
@@ -181,7 +167,7 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
 
 // A pass over sequences or segments with outputs; without, over what is computed for its states alone.
 template <class T, int kKeys, bool kOutputs>
-__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ PassParams p) {
   using Tr = Traits<kKeys>;
   const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
   const BlockStrips block = transition ? strips_of_block(p, blockIdx.x - static_cast<unsigned>(p.first_transition),

@@ -3,53 +3,36 @@
 // next.
 #pragma once
 
-#include "cuda/common/mbarrier.cuh"
 #include "cuda/sm80/tile.cuh"
 
 namespace flash_qla::cuda::sm80 {
 
-// fp32 sums of a warp, [16 x 8 kTiles]: lane l has rows l / 4 (elements 0, 1) and l / 4 + 8 (2, 3), columns
-// 8 tile + 2 (l % 4) and the next.
-template <int kTiles>
-struct Sums {
-  float x[kTiles][4];
+// A step's stage as the warp of a strip reads it.
+template <class T, int kKeys>
+struct StepStage {
+  using Tr = Traits<kKeys>;
 
-  __device__ __forceinline__ void clear() {
+  // `offset`: in the step's record.
+  __device__ __forceinline__ uint32_t record_at(size_t offset) const {
+    return stage + Tr::kRecordAt + static_cast<uint32_t>(offset);
+  }
+  // Of a number for each token in the record those of the lane's two columns of a tile.
+  __device__ __forceinline__ float2 token_pair(size_t offset, int tile) const {
+    return load_shared_f2(record_at(offset) + static_cast<uint32_t>(tile * 8 + lane % 4 * 2) * 4);
+  }
+  // S^T += left X for the rows X of keys or queries of a pair of tiles of tokens.
+  __device__ __forceinline__ void add_rows(Sums<Tr::kKeyTiles>& state, const uint32_t (&left)[4], int rows_at,
+                                           int pair) const {
+    const BlockReader<kKeys> rows(stage + static_cast<uint32_t>(rows_at), lane, Order::kLeftOperand);
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[i][e] = 0.f;
+    for (int tile = 0; tile < Tr::kKeyTiles; tile += 2) {
+      multiply_block<T, true>(state, tile, left, rows.at(pair, tile / 2));
     }
   }
-  __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[i][e] *= factor;
-    }
-  }
+
+  uint32_t stage, values;  // shared addresses of the stage, and of this strip's V or dO in it
+  int lane;
 };
-
-// The same rounded to 16 bits, as the left operands of products that sum over the columns.
-template <int kTiles>
-struct Packed {
-  uint32_t x[kTiles / 2][4];
-};
-
-template <class T, int kTiles>
-__device__ __forceinline__ void pack(const Sums<kTiles>& from, Packed<kTiles>& to) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row)
-      to.x[i / 2][i % 2 * 2 + row] = pack2<T>(from.x[i][2 * row], from.x[i][2 * row + 1]);
-  }
-}
-
-// A number for each token: those of a lane's two columns of a tile.
-__device__ __forceinline__ float2 token_pair(uint32_t vector, int tile, int lane) {
-  return load_shared_f2(vector + static_cast<uint32_t>(tile * 8 + lane % 4 * 2) * 4);
-}
 
 // A step in the order of its tokens, a group of tiles at a time. The errors of a group are a chain of dependent
 // instructions: what other products there are stand between its links, those of the next group and those that follow
@@ -58,6 +41,7 @@ template <class T, int kKeys, bool kOutputs>
 class Step {
  public:
   using Tr = Traits<kKeys>;
+  using Stage = StepStage<T, kKeys>;
   static constexpr int kTokenTiles = Tr::kTokenTiles, kKeyTiles = Tr::kKeyTiles;
   // Tiles of a group: two, the least that a product sums over. With 256 keys the whole step, as there are no registers
   // for the products of two groups, nor for those with queries beside those with keys.
@@ -67,17 +51,10 @@ class Step {
   using Group = Sums<kTiles>;
   using PackedGroup = Packed<kTiles>;
 
-  // The first products of a step. `stage`: shared address of its stage; `values`: of this strip's V in it; `packed`:
-  // the state, rounded.
-  __device__ __forceinline__ void begin(uint32_t stage, uint32_t values, int lane, const Packed<kKeyTiles>& packed) {
-    stage_ = stage;
-    values_ = values;
-    lane_ = lane;
-    if (kAhead) {
-      multiply_both(packed, 0);
-    } else {
-      multiply(keys_[0], packed, Tr::kKeysAt);
-    }
+  // The first products of a step. `packed`: the state, rounded.
+  __device__ __forceinline__ void begin(const Stage& stage, const Packed<kKeyTiles>& packed) {
+    s_ = stage;
+    multiply<true, kAhead && kOutputs>(packed, 0);
   }
 
   // From the state at the step's start to that at its end, both as sums and rounded. rows.store(sums, token): O of a
@@ -87,21 +64,20 @@ class Step {
   __device__ __forceinline__ void run(State& state, Packed<kKeyTiles>& packed, Rows& rows, int first) {
     errors_.clear();
     made_.clear();
-    transform_.start(record_at(offsetof(StepRecord, transform)), lane_);
-    if (kOutputs && kAhead) outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
+    transform_.start(s_.record_at(offsetof(StepRecord, transform)), s_.lane);
+    if (kOutputs && kAhead) outputs_.start(s_.record_at(offsetof(StepRecord, outputs)), s_.lane);
     PackedGroup plain, scaled;  // E of the group before
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group + 1 < kGroups) multiply_both(packed, group + 1);
-      PackedGroup w;
-      subtract_from_values(w, group);
-      if (group == 0) state.scale(load_shared_f1(record_at(offsetof(StepRecord, decay))));
+      if (group + 1 < kGroups) multiply<true, kOutputs>(packed, group + 1);
+      const PackedGroup w = subtract_from_values(group);
+      if (group == 0) state.scale(load_shared_f1(s_.record_at(offsetof(StepRecord, decay))));
       if (group > 0) update(state, scaled, group - 1);
       add_triangle(transform_, errors_, keys_[group], w, group);
       if constexpr (kOutputs) {
         if (group > 0) {
           add_outputs(plain, group - 1);
-          rows.store(queries_[group - 1], first + (group - 1) * 8 * kTiles);
+          rows.store(pack<T>(queries_[group - 1]), first + (group - 1) * 8 * kTiles);
         }
       }
       pack_errors(plain, scaled, group);
@@ -109,66 +85,53 @@ class Step {
     }
     constexpr int kLast = kGroups - 1;
     if constexpr (kOutputs && !kAhead) {
-      multiply(queries_[0], packed, Tr::kQueriesAt);
-      outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
+      multiply<false, true>(packed, 0);
+      outputs_.start(s_.record_at(offsetof(StepRecord, outputs)), s_.lane);
       add_outputs(plain, kLast);
-      rows.store(queries_[0], first);
+      rows.store(pack<T>(queries_[0]), first);
     }
     update(state, scaled, kLast);
     if (kOutputs && kAhead) add_outputs(plain, kLast);
-    pack<T>(state, packed);
+    packed = pack<T>(state);
   }
   // O of the last group of the step before the one whose first token is `next`, where it is not stored yet: behind
   // products that do not wait for it.
   static constexpr int kRowsLater = kAhead ? 8 * kTiles : 0;
   template <class Rows>
   __device__ __forceinline__ void finish(Rows& rows, int next) const {
-    if constexpr (kOutputs && kAhead) rows.store(queries_[kGroups - 1], next - kRowsLater);
+    if constexpr (kOutputs && kAhead) rows.store(pack<T>(queries_[kGroups - 1]), next - kRowsLater);
   }
 
  private:
-  // S^T K^T and S^T Q^T of a group.
-  __device__ __forceinline__ void multiply_both(const Packed<kKeyTiles>& state, int group) {
-    const BlockReader<kKeys> rows(stage_ + Tr::kKeysAt, lane_, Order::kRightOperand);
-    Group &keys = keys_[group], &queries = queries_[group];
-    keys.clear();
-    queries.clear();
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      multiply_block(keys, 0, state.x[k], rows.at(group, k));
-      if (kOutputs) multiply_block(queries, 0, state.x[k], rows.at(group, k) + (Tr::kQueriesAt - Tr::kKeysAt));
-    }
-  }
-  // One of them, of all tokens.
-  __device__ __forceinline__ void multiply(Group& sums, const Packed<kKeyTiles>& state, int rows_at) const {
-    const BlockReader<kKeys> rows(stage_ + static_cast<uint32_t>(rows_at), lane_, Order::kRightOperand);
-    sums.clear();
+  // S^T K^T and S^T Q^T of a group, or one of them.
+  template <bool kByKeys, bool kByQueries>
+  __device__ __forceinline__ void multiply(const Packed<kKeyTiles>& state, int group) {
+    const BlockReader<kKeys> rows(s_.stage + Tr::kKeysAt, s_.lane, Order::kRightOperand);
+    if (kByKeys) keys_[group].clear();
+    if (kByQueries) queries_[group].clear();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
-      for (int pair = 0; pair < kTiles / 2; ++pair) multiply_block(sums, 2 * pair, state.x[k], rows.at(pair, k));
+      for (int pair = 0; pair < kTiles / 2; ++pair) {
+        const uint32_t at = rows.at(group * kTiles / 2 + pair, k);
+        if (kByKeys) multiply_block<T, false>(keys_[group], 2 * pair, state.x[k], at);
+        if (kByQueries) multiply_block<T, false>(queries_[group], 2 * pair, state.x[k], at + Tr::kQueriesAt);
+      }
     }
-  }
-  static __device__ __forceinline__ void multiply_block(Group& sums, int tile, const uint32_t (&left)[4],
-                                                        uint32_t address) {
-    uint32_t b[4];
-    load_matrix_x4(address, b);
-    mma_m16n8k16<T>(sums.x[tile], left, b[0], b[1]);
-    mma_m16n8k16<T>(sums.x[tile + 1], left, b[2], b[3]);
   }
 
   // W = V - diag(gamma) K S0 of a group, rounded; in the place of its products with keys W and what the groups before
   // add to it in E.
-  __device__ __forceinline__ void subtract_from_values(PackedGroup& w, int group) {
+  __device__ __forceinline__ PackedGroup subtract_from_values(int group) {
     Group& sums = keys_[group];
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
       uint32_t v[4];
-      load_values(values_, group * kTiles / 2 + pair, lane_, v);
+      load_values(s_.values, group * kTiles / 2 + pair, s_.lane, v);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tile = 2 * pair + i;
-        const float2 gamma = token_pair(record_at(offsetof(StepRecord, gamma)), group * kTiles + tile, lane_);
+        const float2 gamma = s_.token_pair(offsetof(StepRecord, gamma), group * kTiles + tile);
         float (&x)[4] = sums.x[tile];
         const float2 low = unpack2<T>(v[2 * i]), high = unpack2<T>(v[2 * i + 1]);
         x[0] = fmaf(-gamma.x, x[0], low.x);
@@ -177,22 +140,18 @@ class Step {
         x[3] = fmaf(-gamma.y, x[3], high.y);
       }
     }
-    pack<T>(sums, w);
-    if (group == 0) return;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums.x[i][e] += errors_.x[group * kTiles + i][e];
-    }
+    const PackedGroup w = pack<T>(sums);
+    if (group > 0) sums.each([&](float& x, int i, int e) { x += errors_.x[group * kTiles + i][e]; });
+    return w;
   }
 
   // E of a group, rounded, and E times beta gamma_C / gamma.
   __device__ __forceinline__ void pack_errors(PackedGroup& plain, PackedGroup& scaled, int group) const {
     const Group& errors = keys_[group];
-    pack<T>(errors, plain);
+    plain = pack<T>(errors);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const float2 factor = token_pair(record_at(offsetof(StepRecord, update)), group * kTiles + i, lane_);
+      const float2 factor = s_.token_pair(offsetof(StepRecord, update), group * kTiles + i);
       const float (&e)[4] = errors.x[i];
       scaled.x[i / 2][i % 2 * 2] = pack2<T>(e[0] * factor.x, e[1] * factor.y);
       scaled.x[i / 2][i % 2 * 2 + 1] = pack2<T>(e[2] * factor.x, e[3] * factor.y);
@@ -203,7 +162,7 @@ class Step {
   __device__ __forceinline__ void add_outputs(const PackedGroup& errors, int group) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const float2 gamma = token_pair(record_at(offsetof(StepRecord, scaled_gamma)), group * kTiles + i, lane_);
+      const float2 gamma = s_.token_pair(offsetof(StepRecord, scaled_gamma), group * kTiles + i);
       float (&o)[4] = queries_[group].x[i];
       const float (&before)[4] = made_.x[group * kTiles + i];
 #pragma unroll
@@ -217,7 +176,7 @@ class Step {
 
   // Adds left M^T for the columns of a triangular matrix M that are this group's tokens: to the group itself, and to
   // what later groups will have.
-  __device__ __forceinline__ void add_triangle(BlockStream<kAhead>& blocks, Sums<kTokenTiles>& later, Group& own,
+  __device__ __forceinline__ void add_triangle(BlockStream<kAhead, false>& blocks, Sums<kTokenTiles>& later, Group& own,
                                                const PackedGroup& left, int group) const {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
@@ -235,28 +194,16 @@ class Step {
 
   // S^T += (beta gamma_C / gamma E)^T K, the sum over a group's tokens; gamma_C S^T is there already.
   __device__ __forceinline__ void update(State& state, const PackedGroup& scaled, int group) const {
-    const BlockReader<kKeys> keys(stage_ + Tr::kKeysAt, lane_, Order::kLeftOperand);
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
-#pragma unroll
-      for (int tile = 0; tile < kKeyTiles; tile += 2) {
-        uint32_t b[4];
-        load_matrix_x4_trans(keys.at(group * kTiles / 2 + pair, tile / 2), b);
-        mma_m16n8k16<T>(state.x[tile], scaled.x[pair], b[0], b[1]);
-        mma_m16n8k16<T>(state.x[tile + 1], scaled.x[pair], b[2], b[3]);
-      }
+      s_.add_rows(state, scaled.x[pair], Tr::kKeysAt, group * kTiles / 2 + pair);
     }
   }
 
-  __device__ __forceinline__ uint32_t record_at(size_t offset) const {
-    return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
-  }
-
-  uint32_t stage_, values_;
-  int lane_;
+  Stage s_;
   Group keys_[kGroups], queries_[kGroups];  // products, which become errors and outputs
   Sums<kTokenTiles> errors_, made_;         // what the errors and outputs of a group have of the groups before it
-  BlockStream<kAhead> transform_, outputs_;
+  BlockStream<kAhead, false> transform_, outputs_;
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -9,7 +9,6 @@
 // dS1 has given to minus.
 #pragma once
 
-#include "cuda/common/launch.h"
 #include "cuda/sm80/forward_step.cuh"
 #include "cuda/sm80/gradients_memory.cuh"
 
@@ -42,10 +41,10 @@ class Gradients {
     const int64_t token = sequence.begin + t0, matrix = chunk * p_.Hv + key_head * p_.group;
     const int64_t token_bytes = matrix * p_.value_blocks * kChunkBlocks * kBlockBytes;
     const int64_t state_bytes = matrix * p_.value_blocks * (kKeys / 8) * kBlockBytes;
-    memory().errors = p_.errors + token_bytes;
-    memory().d_errors = p_.d_errors + token_bytes;
-    memory().states = p_.states + state_bytes;
-    memory().gradients = p_.gradients + state_bytes;
+    memory().errors = p_.matrices.errors + token_bytes;
+    memory().d_errors = p_.matrices.d_errors + token_bytes;
+    memory().states = p_.matrices.states + state_bytes;
+    memory().gradients = p_.matrices.gradients + state_bytes;
     memory().d_o = row_at(p_.d_o, sequence.b, token, key_head * p_.group);
     memory().gates = p_.gates + matrix;
     memory().row = sequence.b * p_.sequences.T + token;
@@ -64,18 +63,11 @@ class Gradients {
     copy_slice(keys() + Tr::kRowsBytes, p_.q);
     load_values(0, 0, 0);
     int parity = 0;
-    Keys dq, dk;
-    dq.clear();
-    dk.clear();
+    Keys dq{}, dk{};
     for (int member = 0; member < p_.group; ++member) {
-      Keys of_q, plus, minus;     // dO S0^T, Z S0^T and E dS1^T, before the factors of their rows
-      Scores by_d_o, by_d_error;  // dO E^T and Z E^T
-      float of_states = 0.f;
-      of_q.clear();
-      plus.clear();
-      minus.clear();
-      by_d_o.clear();
-      by_d_error.clear();
+      Keys of_q{}, plus{}, minus{};   // dO S0^T, Z S0^T and E dS1^T, before the factors of their rows
+      Scores by_d_o{}, by_d_error{};  // dO E^T and Z E^T
+      float of_states = 0.f;          // <dS1, S0>
       for (int values = 0; values < value_slices; ++values, parity ^= 1) {
         const bool more = values + 1 < value_slices;
         if (more || member + 1 < p_.group) {
@@ -92,7 +84,8 @@ class Gradients {
       parity ^= 1;  // the last stage once more
       const ChunkGates& gates = memory().of_heads[member % 3];
       write_scores(stage(parity), gates, by_d_o, by_d_error, slice() == 0 ? memory().d_beta + member : nullptr);
-      add_states(of_states);
+      of_states = warp_sum(of_states);
+      if (lane_ == 0) memory().of_states[threadIdx.x / 32] = of_states;
       scale_rows(gates, of_q, plus, minus);
       __syncthreads();
       add_scores(stage(parity), of_q, plus, minus);
@@ -100,17 +93,13 @@ class Gradients {
       __syncthreads();
       if (threadIdx.x < 32) store_gates(gates, member);
       parity ^= 1;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          dq.x[i][e] += of_q.x[i][e];
-          dk.x[i][e] += plus.x[i][e] + minus.x[i][e];
-        }
-      }
+      dq.each([&](float& x, int i, int e) {
+        x += of_q.x[i][e];
+        dk.x[i][e] += plus.x[i][e] + minus.x[i][e];
+      });
     }
-    store_rows(dq, keys() + Tr::kRowsBytes, p_.dq, p_.dq_parts, p_.q_inverse_norms);
-    store_rows(dk, keys(), p_.dk, p_.dk_parts, p_.k_inverse_norms);
+    store_rows(dq, keys() + Tr::kRowsBytes, p_.dq);
+    store_rows(dk, keys(), p_.dk);
   }
 
   // Shared memory: tiles of keys and of queries, two stages, and the rest.
@@ -166,7 +155,8 @@ class Gradients {
         cp_async_16_or_zero(to + Tr::kDErrorsAt + turn * kThreads * 16, d_errors + piece, inside);
         const bool reads = given && turn * kRows + row < count;
         const void* from = reads ? static_cast<const void*>(d_o + turn * kRows * p_.d_o.token) : errors;
-        cp_async_16_or_zero(stage(parity) + slice_offset(row, thread % 4) + turn * kRows * 64, from, reads);
+        cp_async_16_or_zero(stage(parity) + piece_offset<kValueSlice>(row, thread % 4) + turn * kRows * 64, from,
+                            reads);
       }
       if (values == 0 && thread < static_cast<int>(sizeof(ChunkGates) / 16)) {
         cp_async_16(smem_address(&memory().of_heads[member % 3]) + static_cast<uint32_t>(thread) * 16,
@@ -197,43 +187,37 @@ class Gradients {
     constexpr int kStateRow = Tr::kSlice / 8;
 #pragma unroll
     for (int k = 0; k < kValueSlice / 16; ++k) {
-      {
-        uint32_t d_o[4], d_error[4];
-        load_matrix_x4(stage + slice_offset(row_of_left(), 2 * k + lane_ / 16), d_o);
-        load_matrix_x4_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true),
-                             d_error);
+      uint32_t d_o[4], d_error[4];
+      load_matrix_x4(stage + piece_offset<kValueSlice>(strip() * kStrip + lane_ % 16, 2 * k + lane_ / 16), d_o);
+      load_matrix_x4_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), d_error);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile += 2) {
-          uint32_t s[4];
-          load_matrix_x4_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        uint32_t s[4];
+        load_matrix_x4_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            mma_m16n8k16<T>(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
-            mma_m16n8k16<T>(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          mma_m16n8k16<T>(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
+          mma_m16n8k16<T>(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
         }
+      }
 #pragma unroll
-        for (int tile = 0; tile < kScoreTiles; tile += 2) {
-          if (tile > strip()) continue;
-          uint32_t e[4];
-          load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_),
-                               e);
+      for (int tile = 0; tile < kScoreTiles; tile += 2) {
+        if (tile > strip()) continue;
+        uint32_t e[4];
+        load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_), e);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (tile + i > strip()) continue;
-            mma_m16n8k16<T>(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
-            mma_m16n8k16<T>(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          if (tile + i > strip()) continue;
+          mma_m16n8k16<T>(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
+          mma_m16n8k16<T>(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
         }
       }
       uint32_t error[4];
       load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), error);
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile += 2) {
-        uint32_t d[4];
-        load_matrix_x4_trans(four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), d);
-        mma_m16n8k16<T>(minus.x[tile], error, d[0], d[1]);
-        mma_m16n8k16<T>(minus.x[tile + 1], error, d[2], d[3]);
+        multiply_block<T, true>(minus, tile, error,
+                                four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_));
       }
     }
     // The diagonals of S0 dS1^T, of two tiles of keys a warp: a right operand of eight columns is half of a left one of
@@ -255,15 +239,9 @@ class Gradients {
       if (lane_ / 4 == lane_ % 4 * 2 + e) of_states += sums[e] + sums[2 + e];
     }
   }
-  __device__ __forceinline__ int row_of_left() const { return strip() * kStrip + lane_ % 16; }
   // The tiles of eight columns on and left of a strip's diagonal are shared by two warps: strip() + 1 of them from
   // here.
   __device__ __forceinline__ int first_column() const { return half() * (strip() + 1); }
-
-  __device__ __forceinline__ void add_states(float sum) const {
-    sum = warp_sum(sum);
-    if (lane_ == 0) memory().of_states[threadIdx.x / 32] = sum;
-  }
 
   // ---- products with tokens
 
@@ -323,11 +301,6 @@ class Gradients {
     const uint32_t at =
         rows + piece_offset<Tr::kSlice>(i, half() * kTiles + tile) + static_cast<uint32_t>(lane_ % 4) * 4;
     return unpack2<T>(__float_as_uint(load_shared_f1(at)));
-  }
-  // Over the four lanes that share rows.
-  static __device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
   }
 
   __device__ __forceinline__ void add_scores(uint32_t scores, Keys& of_q, Keys& plus, Keys& minus) const {
@@ -422,9 +395,8 @@ class Gradients {
 
   // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once. Slices of the keys
   // leave parts of what is to go through it.
-  __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const Rows& to, float* parts,
-                                             const DeviceTensor& inverse_norms) const {
-    if (Tr::kSlices == 1 && inverse_norms.data != nullptr) {
+  __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const KeyGradients& to) const {
+    if (Tr::kSlices == 1 && to.inverse_norms.data != nullptr) {
       __syncthreads();  // the sums of the halves are used again
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -437,8 +409,8 @@ class Gradients {
       for (int r = 0; r < 2; ++r) {  // dx = (dy - <dy, y> y) / |x| with y = x / |x|
         const int i = row() + 8 * r;
         if (i >= memory().count) continue;
-        const float scale =
-            load<float>(inverse_norms, offset_of(inverse_norms, memory().b, memory().token + i, memory().key_head));
+        const float scale = load<float>(to.inverse_norms,
+                                        offset_of(to.inverse_norms, memory().b, memory().token + i, memory().key_head));
         const float along = memory().by_token[0][i] + memory().by_token[1][i];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
@@ -453,8 +425,8 @@ class Gradients {
     for (int r = 0; r < 2; ++r) {
       const int i = row() + 8 * r;
       if (i >= memory().count) continue;
-      if (Tr::kSlices > 1 && parts != nullptr) {
-        float* at = parts + ((memory().row + i) * p_.Hq + memory().key_head) * p_.K + first_key;
+      if (Tr::kSlices > 1 && to.parts != nullptr) {
+        float* at = to.parts + ((memory().row + i) * p_.Hq + memory().key_head) * p_.K + first_key;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -462,8 +434,9 @@ class Gradients {
             if (first_key + 8 * tile + e < p_.K) at[8 * tile + e] = sums.x[tile][2 * r + e];
           }
         }
-      } else if (to.data != nullptr) {
-        uint16_t* at = const_cast<uint16_t*>(row_at(to, memory().b, memory().token + i, memory().key_head)) + first_key;
+      } else if (to.rows.data != nullptr) {
+        uint16_t* at =
+            const_cast<uint16_t*>(row_at(to.rows, memory().b, memory().token + i, memory().key_head)) + first_key;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           if (first_key + 8 * tile >= p_.K) break;

@@ -3,7 +3,7 @@
 
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/sm80/backward_params.h"
+#include "cuda/sm80/params.h"
 
 namespace flash_qla::cuda::sm80 {
 
@@ -61,11 +61,6 @@ template <class T>
 __device__ __forceinline__ bool from_minus(float beta) {
   constexpr float kLeastBeta = 0x1p-30f;
   return std::is_same_v<T, __nv_bfloat16> && fabsf(beta) >= kLeastBeta;
-}
-
-// dO of a value slice, [64 x 32]: rows of 64 bytes, whose 16-byte pieces change places every second row.
-__device__ __forceinline__ uint32_t slice_offset(int row, int piece) {
-  return static_cast<uint32_t>(row * 64 + (piece ^ (row >> 1 & 3)) * 16);
 }
 
 // A lane's address in four 8x8 blocks of a matrix of blocks, `row` of them side by side: blocks (down, right), (down +

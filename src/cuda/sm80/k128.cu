@@ -1,7 +1,3 @@
 #include "cuda/sm80/kernels.cuh"
 
-namespace flash_qla::cuda::sm80 {
-
-template const Kernels& kernels_of<128>(DType type);
-
-}  // namespace flash_qla::cuda::sm80
+template const flash_qla::cuda::sm80::Kernels& flash_qla::cuda::sm80::kernels_of<128>(flash_qla::DType);

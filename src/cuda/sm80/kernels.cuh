@@ -3,7 +3,6 @@
 
 #include "cuda/sm80/forward_pass.cuh"
 #include "cuda/sm80/gradients.cuh"
-#include "cuda/sm80/launch.h"
 #include "cuda/sm80/prepare.cuh"
 #include "cuda/sm80/reverse_pass.cuh"
 #include "cuda/sm80/scan.cuh"
@@ -16,30 +15,23 @@ Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t 
                 kPrepareThreads, prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
-template <class T, int kKeys, bool kOutputs>
-Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t stream) {
-  using Tr = Traits<kKeys>;
-  ForwardParams params = given;
+template <class T, int kKeys, Pass kPass>
+Status launch_pass(const PassParams& given, int64_t blocks, cudaStream_t stream) {
+  using Tr = std::conditional_t<kPass == Pass::kBackward, ReverseTraits<kKeys>, Traits<kKeys>>;
+  PassParams params = given;
   params.stages = Tr::stages(params.strips);
   params.stage_bytes = Tr::stage_bytes(params.strips);
-  return launch(kOutputs ? "sm80_forward" : "sm80_states", sm80_forward_kernel<T, kKeys, kOutputs>, blocks,
-                32 * (params.strips + 1), static_cast<size_t>(Tr::shared_bytes(params.strips)), stream, params);
+  const auto start = [&](const char* name, void (*kernel)(PassParams)) {
+    return launch(name, kernel, blocks, 32 * (params.strips + 1), Tr::shared_bytes(params.strips), stream, params);
+  };
+  if constexpr (kPass == Pass::kBackward) return start("sm80_passes", sm80_passes_kernel<T, kKeys>);
+  if constexpr (kPass == Pass::kOutputs) return start("sm80_forward", sm80_forward_kernel<T, kKeys, true>);
+  if constexpr (kPass == Pass::kStates) return start("sm80_states", sm80_forward_kernel<T, kKeys, false>);
 }
 
 template <int kKeys>
-Status launch_scan(const ForwardParams& params, int64_t strips, cudaStream_t stream) {
-  return launch("sm80_scan", sm80_scan_kernel<kKeys>, strips, 2 * kKeys, 0, stream, params);
-}
-
-template <class T, int kKeys>
-Status launch_passes(const PassesParams& given, int64_t blocks, cudaStream_t stream) {
-  using Tr = ReverseTraits<kKeys>;
-  PassesParams params = given;
-  const int strips = params.forward.strips;
-  params.forward.stages = Tr::stages(strips);
-  params.forward.stage_bytes = Tr::stage_bytes(strips);
-  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (strips + 1),
-                static_cast<size_t>(Tr::shared_bytes(strips)), stream, params);
+Status launch_scan(const PassParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_scan", sm80_scan_kernel<kKeys>, blocks, 2 * kKeys, 0, stream, params);
 }
 
 template <class T, int kKeys>
@@ -49,9 +41,12 @@ Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStrea
 }
 
 template <class T, int kKeys>
-inline constexpr Kernels kKernels = {launch_prepare<T, kKeys, false>, launch_forward<T, kKeys, true>,
-                                     launch_forward<T, kKeys, false>, launch_scan<kKeys>,
-                                     launch_prepare<T, kKeys, true>,  launch_passes<T, kKeys>,
+inline constexpr Kernels kKernels = {launch_prepare<T, kKeys, false>,
+                                     launch_prepare<T, kKeys, true>,
+                                     launch_pass<T, kKeys, Pass::kOutputs>,
+                                     launch_pass<T, kKeys, Pass::kStates>,
+                                     launch_scan<kKeys>,
+                                     launch_pass<T, kKeys, Pass::kBackward>,
                                      launch_gradients<T, kKeys>};
 
 template <int kKeys>

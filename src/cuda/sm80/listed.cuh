@@ -87,8 +87,8 @@ PrepareParams for_parts(const PrepareParams& params, const ListedTokens& listed)
   of_parts.records = listed.records;
   return of_parts;
 }
-ForwardParams for_parts(const ForwardParams& params, const ListedTokens& listed) {
-  ForwardParams of_parts = states_alone(params);
+PassParams for_parts(const PassParams& params, const ListedTokens& listed) {
+  PassParams of_parts = states_alone(params);
   of_parts.rule = {};
   of_parts.parts = listed.parts;
   of_parts.records = listed.records;

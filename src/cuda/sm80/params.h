@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/common/gates.cuh"
+#include "cuda/common/launch.h"
 #include "cuda/common/pool.cuh"
 #include "cuda/sm80/split.h"
 #include "cuda/sm80/traits.h"
@@ -23,9 +24,6 @@ struct ChunkLists {
   int32_t* first;  // [chunks] an entry, or -1; null: no lists
   int32_t* next;   // [entries] the next entry of the same chunk, or -1
 };
-
-struct ReverseRecord;
-struct ChunkGates;
 
 struct PrepareParams {
   SequenceTable sequences;
@@ -52,25 +50,25 @@ struct PrepareParams {
 };
 static_assert(std::is_trivially_copyable_v<PrepareParams>);
 
-struct ForwardParams {
+// What the passes of the backward leave for the gradients, as 8x8 blocks whose rows are value columns; null: not
+// wanted.
+struct ChunkMatrices {
+  char *states, *gradients;  // S at each chunk's start and dS at its end, [chunks, Hv, V / 8, K / 8] blocks
+  char *errors, *d_errors;   // E and Z, [chunks, Hv, V / 8, 8] blocks
+};
+
+// Of all serial passes.
+struct PassParams : ForwardStates {
   SequenceTable sequences;
   SegmentRule rule;
   // Parts that are computed from `starts` as sequences of their own, part i from row i; null: none. first_chunk is that
   // of the records.
   const DeviceSequence* parts;
-  PoolIndices pool_indices;
   Rows q, k;                  // [B, T, Hq, K]
   Rows v;                     // [B, T, Hv, V]
   Rows o;                     // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
   const StepRecord* records;  // [chunks, Hv, kStepsPerChunk]
 
-  DeviceStates pool;           // [slots, Hv, K, V]
-  DeviceStates initial_state;  // [N, Hv, K, V]
-  DeviceStates final_state;    // [N, Hv, K, V]
-  DeviceStates h;              // [chunks, Hv, K, V]
-  DeviceStates checkpoints;    // [rows, Hv, K, V]
-  DeviceTensor checkpoint_starts;
-  int64_t checkpoint_every;
   ChunkLists listed;           // chunks of which the state at the start is wanted
   DeviceStates listed_states;  // [entries, Hv]
 
@@ -91,10 +89,50 @@ struct ForwardParams {
   int32_t stages, stage_bytes;
   int32_t keeps_states;  // at the starts of chunks
 
-  // Of the backward: S at each chunk's start and E, as 8x8 blocks, [chunks, Hv, V / 8, K / 8] and [chunks, Hv, V / 8,
-  // 8] of them, rows of a block being value columns.
-  char *states, *errors;
+  // Of the backward.
+  ChunkMatrices matrices;
+  const ReverseRecord* reverse_records;  // [chunks, Hv, kStepsPerChunk]
+  Rows d_o;                              // [B, T, Hv, V]; null and without pieces: zero
+  Rows dv;                               // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
+  DeviceStates dht, dh0;                 // [N, Hv, K, V]; absent: zero, not wanted
+  int32_t dv_columns;                    // V or more, a multiple of 4
+  uint32_t reverse_blocks;
 };
-static_assert(std::is_trivially_copyable_v<ForwardParams>);
+static_assert(std::is_trivially_copyable_v<PassParams>);
+
+// Of dq or dk.
+struct KeyGradients {
+  Rows rows;                   // [B, T, Hq, K], on 4-byte boundaries; null: not wanted
+  DeviceTensor inverse_norms;  // [B, T, Hq] what rows of q or k were multiplied by; absent: as they are
+  float* parts;                // [B * T, Hq, K] before the l2 norm; null: not wanted
+};
+
+struct GradientsParams {
+  SequenceTable sequences;
+  Rows q, k;  // [B, T, Hq, K]
+  Rows d_o;   // [B, T, Hv, V]; null: zero
+  KeyGradients dq, dk;
+  ChunkMatrices matrices;
+  const ChunkGates* gates;      // [chunks, Hv]
+  float *d_log_decay, *d_beta;  // [B * T, Hv]
+  float scale;
+  int32_t K, Hq, Hv, group;
+  int32_t value_blocks;  // of 8 value columns
+  bool starts_from_zero;
+};
+static_assert(std::is_trivially_copyable_v<GradientsParams>);
+
+// Kernels of one dtype and padded number of keys.
+template <class Params>
+using Launch = Status (*)(const Params& params, int64_t blocks, cudaStream_t stream);
+struct Kernels {
+  Launch<PrepareParams> prepare, backward_prepare;
+  Launch<PassParams> forward, states, scan, passes;  // states: without outputs; passes: of the backward
+  Launch<GradientsParams> gradients;
+};
+
+// In a source for each number of keys, so that these compile side by side.
+template <int kKeys>
+const Kernels& kernels_of(DType type);
 
 }  // namespace flash_qla::cuda::sm80

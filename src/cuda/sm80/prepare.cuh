@@ -4,9 +4,7 @@
 #pragma once
 
 #include "cuda/common/dynamic_shared.cuh"
-#include "cuda/common/launch.h"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/sm80/backward_params.h"
 #include "cuda/sm80/substitution.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -16,9 +14,13 @@ inline constexpr int kPrepareWarps = 4, kPrepareThreads = 32 * kPrepareWarps;
 // Value heads at a time: a warp makes the same columns of the inverses of both.
 inline constexpr int kHeadsAtOnce = 2;
 
-struct alignas(128) HeadGates {
-  float high[kChunk], low[kChunk];  // c from the step's start, in powers of two, as a sum of two floats
-  float beta[kChunk];
+__device__ __forceinline__ float2 load_pair(const float* at) { return *reinterpret_cast<const float2*>(at); }
+__device__ __forceinline__ void store_pair(float* at, float x, float y) {
+  *reinterpret_cast<float2*>(at) = make_float2(x, y);
+}
+
+// c is summed from the step's start here.
+struct alignas(128) HeadGates : ChunkGates {
   float total;  // sum of g
 };
 
@@ -139,45 +141,39 @@ __device__ void multiply_rows(const PrepareMemory& s, bool whole) {
   const uint32_t keys = smem_address(s.tiles), queries = keys + kChunk * kKeys * 2;
   const BlockReader<kKeys> left_keys(keys, lane, Order::kLeftOperand), left_queries(queries, lane, Order::kLeftOperand);
   const BlockReader<kKeys> right(keys, lane, Order::kRightOperand);
-  using Sums = float[8];
-  Sums kk = {}, qk = {};
-  Sums more[2] = {};  // of lower rows their second blocks, of the others what is between the steps
-  const auto multiply = [](Sums& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-    mma_m16n8k16<T>(sums, a[0], a[1], a[2], a[3], b[0], b[1]);
-    mma_m16n8k16<T>(sums + 4, a[0], a[1], a[2], a[3], b[2], b[3]);
-  };
+  Sums<2> kk{}, qk{};
+  Sums<2> more[2] = {};  // of lower rows their second blocks, of the others what is between the steps
 #pragma unroll 2
   for (int k = 0; k < kKeys / 16; ++k) {
     uint32_t a[4], of_queries[4], b[4];
     load_matrix_x4(left_keys.at(row, k), a);
     load_matrix_x4(left_queries.at(row, k), of_queries);
     load_matrix_x4(right.at(2 * step, k), b);
-    multiply(kk, a, b);
-    multiply(qk, of_queries, b);
+    multiply_two<T>(kk, 0, a, b);
+    multiply_two<T>(qk, 0, of_queries, b);
     if (!lower) continue;
     load_matrix_x4(right.at(2 * step + 1, k), b);
-    multiply(more[0], a, b);
-    multiply(more[1], of_queries, b);
+    multiply_two<T>(more[0], 0, a, b);
+    multiply_two<T>(more[1], 0, of_queries, b);
   }
   if (whole && !lower) {
 #pragma unroll 2
     for (int k = 0; k < kKeys / 16; ++k) {
-      uint32_t a[4], b[4];
+      uint32_t a[4];
       load_matrix_x4(left_keys.at(2 + step, k), a);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        load_matrix_x4(right.at(j, k), b);
-        multiply(more[j], a, b);
+        multiply_block<T, false>(more[j], 0, a, right.at(j, k));
       }
     }
   }
   __syncthreads();  // the tiles have been read: the products take their place
-  const auto keep = [&](float* matrix, int i, int j, const Sums& sums) {
+  const auto keep = [&](float* matrix, int i, int j, const Sums<2>& sums) {
     float* to = matrix + lower_block(i, j) + lane / 4 * kSide + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(to + 8 * half) = make_float2(sums[4 * half], sums[4 * half + 1]);
-      *reinterpret_cast<float2*>(to + 8 * kSide + 8 * half) = make_float2(sums[4 * half + 2], sums[4 * half + 3]);
+      store_pair(to + 8 * half, sums.x[half][0], sums.x[half][1]);
+      store_pair(to + 8 * kSide + 8 * half, sums.x[half][2], sums.x[half][3]);
     }
   };
   keep(s.kk(), row, 2 * step, kk);
@@ -191,8 +187,10 @@ __device__ void multiply_rows(const PrepareMemory& s, bool whole) {
   }
 }
 
-__device__ __forceinline__ StepRecord* record_at(const PrepareParams& p, int64_t chunk, int head, int step) {
-  return p.records + (chunk * p.Hv + head) * kStepsPerChunk + step;
+template <class Record>
+__device__ __forceinline__ Record* record_at(Record* records, const PrepareParams& p, int64_t chunk, int head,
+                                             int step) {
+  return records + (chunk * p.Hv + head) * kStepsPerChunk + step;
 }
 
 // Gates of value heads from `first` on, a token a thread: beta, and log decays where their sums will be.
@@ -210,8 +208,6 @@ __device__ inline void load_gates(const PrepareParams& p, const PreparePlace& pl
   gates[of].beta[t] = beta;
 }
 
-__device__ __forceinline__ float2 load_pair(const float* at) { return *reinterpret_cast<const float2*>(at); }
-
 // The sums of a value head's log decays, by one warp: in double, to shared memory and to the records.
 __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, HeadGates& s) {
   constexpr int kLanesPerStep = kStep / 2;
@@ -219,12 +215,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
   const float2 gs = load_pair(s.high + 2 * lane), betas = load_pair(s.beta + 2 * lane);  // of a lane's two tokens
   const float g[] = {gs.x, gs.y}, beta[] = {betas.x, betas.y};
-  double sum = static_cast<double>(g[0]) + static_cast<double>(g[1]);
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const double other = __shfl_up_sync(0xffffffffu, sum, distance);
-    if (lane >= distance) sum += other;
-  }
+  const double sum = prefix_sum(static_cast<double>(g[0]) + static_cast<double>(g[1]), lane);
   double before = __shfl_up_sync(0xffffffffu, sum, 1);
   if (lane == 0) before = 0.0;
   const double of_first_step = __shfl_sync(0xffffffffu, sum, kLanesPerStep - 1);
@@ -232,7 +223,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const double start = step == 0 ? 0.0 : of_first_step;
   const double end = ((step == 0 ? of_first_step : of_chunk) - start) * kLog2E;
   const double c[2] = {before + static_cast<double>(g[0]), sum};
-  StepRecord& record = *record_at(p, place.chunk, head, step);
+  StepRecord& record = *record_at(p.records, p, place.chunk, head, step);
   const int at = 2 * (lane % kLanesPerStep);
   float high[2], low[2], gamma[2], update[2];
 #pragma unroll
@@ -247,13 +238,11 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
       store<float>(p.g_cumsum, offset_of(p.g_cumsum, place.b, place.token + t, head), static_cast<float>(c[e]));
     }
   }
-  const auto keep = [](float* to, const float (&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
-  keep(s.high + 2 * lane, high);
-  keep(s.low + 2 * lane, low);
-  keep(record.gamma + at, gamma);
-  keep(record.update + at, update);
-  const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
-  keep(record.scaled_gamma + at, scaled);
+  store_pair(s.high + 2 * lane, high[0], high[1]);
+  store_pair(s.low + 2 * lane, low[0], low[1]);
+  store_pair(record.gamma + at, gamma[0], gamma[1]);
+  store_pair(record.update + at, update[0], update[1]);
+  store_pair(record.scaled_gamma + at, p.scale * gamma[0], p.scale * gamma[1]);
   if (lane == 0) s.total = static_cast<float>(of_chunk);
   if (lane % kLanesPerStep < 4) record.decay[lane % kLanesPerStep] = exp2_approx(static_cast<float>(end));
 }
@@ -271,20 +260,19 @@ __device__ inline void write_decay(const PrepareParams& p, const PreparePlace& p
   if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = s.total + bound;
 }
 
-// Calls visit(row, column, i, j, at) for the blocks on and below the diagonals of both steps, by all warps: `at` is a
-// lane's place in a block, elements (i, j) and (i, j + 1) of the chunk's matrix, or with kTransposed (i, j) and
-// (i + 1, j). A warp writes a block of 128 bytes at once.
-template <bool kTransposed, class Visit>
+// Calls visit(step, row, column, i, j, at) for the blocks on and below the diagonals of both steps, by all warps: `at`
+// is a lane's place in a block, elements (i, j) and (i, j + 1) of the chunk's matrix. A warp writes a block of 128
+// bytes at once.
+template <class Visit>
 __device__ __forceinline__ void visit_blocks(Visit visit) {
   static_assert(kTileRows == kPrepareWarps);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int down = kTransposed ? lane % 4 * 2 : lane / 4, right = kTransposed ? lane / 4 : lane % 4 * 2;
 #pragma unroll 1
   for (int step = 0; step < kStepsPerChunk; ++step) {
     const int row = step % 2 == 0 ? warp : kTileRows - 1 - warp;  // a long row of the one and a short one of the other
 #pragma unroll 1
     for (int column = 0; column <= row; ++column) {
-      visit(step, row, column, step * kStep + 8 * row + down, step * kStep + 8 * column + right, lane * 4);
+      visit(step, row, column, step * kStep + 8 * row + lane / 4, step * kStep + 8 * column + lane % 4 * 2, lane * 4);
     }
   }
 }
@@ -295,12 +283,13 @@ __device__ __forceinline__ float decay_between(bool above, float high_i, float h
   return above ? 0.f : exp2_approx((high_i - high_j) + (low_i - low_j));
 }
 
-// strict(G o T) of value heads from `first` on, and with kOutputs P B.
-template <class T, bool kOutputs>
+// strict(G o T) of value heads from `first` on, and with kOutputs P B; or with kReverse for the reverse pass strict(G o
+// A) and P. s.inverse: T or A.
+template <class T, bool kOutputs, bool kReverse>
 __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
-  visit_blocks<false>([&](int step, int row, int column, int i, int j, int at) {
+  visit_blocks([&](int step, int row, int column, int i, int j, int at) {
     const int element = lower_index(i, j);
-    at += triangle_block(row, column) * kBlockBytes;
+    at += (kReverse ? reverse_block(row, column) : triangle_block(row, column)) * kBlockBytes;
 #pragma unroll
     for (int h = 0; h < kHeadsAtOnce; ++h) {
       if (h >= heads) break;
@@ -310,14 +299,18 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
       const float2 inverse = load_pair(s.inverse(h) + element);
       const float x = decay_between(j > i, high, high_j.x, low, low_j.x);
       const float y = decay_between(j + 1 > i, high, high_j.y, low, low_j.y);
-      StepRecord& record = *record_at(p, chunk, first + h, step);
+      StepRecord& record = *record_at(p.records, p, chunk, first + h, step);
+      ReverseRecord& reverse = *record_at(p.reverse_records, p, chunk, first + h, step);
       // On and above the diagonal nothing is multiplied, not even by 0: what lies there may be anything.
-      *reinterpret_cast<uint32_t*>(record.transform + at) =
+      *reinterpret_cast<uint32_t*>((kReverse ? reverse.inverse : record.transform) + at) =
           pack2<T>(j < i ? x * inverse.x : 0.f, j + 1 < i ? y * inverse.y : 0.f);
+      const float2 product = load_pair(s.qk() + element), beta = load_pair(gates.beta + j);
       if constexpr (kOutputs) {
-        const float2 product = load_pair(s.qk() + element), beta = load_pair(gates.beta + j);
         *reinterpret_cast<uint32_t*>(record.outputs + at) = pack2<T>(
             j > i ? 0.f : p.scale * product.x * x * beta.x, j + 1 > i ? 0.f : p.scale * product.y * y * beta.y);
+      } else if constexpr (kReverse) {
+        *reinterpret_cast<uint32_t*>(reverse.scores + at) =
+            pack2<T>(j > i ? 0.f : p.scale * x * product.x, j + 1 > i ? 0.f : p.scale * y * product.y);
       }
     }
   });
@@ -329,7 +322,7 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
 __device__ inline void write_gates(const PrepareParams& p, const HeadGates& s, int64_t chunk, int head, int t) {
   const int step = t / kStep, at = t % kStep, last = (step + 1) * kStep - 1;
   const float high = s.high[t], low = s.low[t], beta = s.beta[t], gamma = exp2_approx(high);
-  ReverseRecord& record = p.reverse_records[(chunk * p.Hv + head) * kStepsPerChunk + step];
+  ReverseRecord& record = *record_at(p.reverse_records, p, chunk, head, step);
   record.to_end[at] = exp2_approx((s.high[last] - high) + (s.low[last] - low));
   record.scaled_gamma[at] = p.scale * gamma;
   record.minus_gamma[at] = -gamma;
@@ -342,28 +335,6 @@ __device__ inline void write_gates(const PrepareParams& p, const HeadGates& s, i
   gates.high[t] = rounded;
   gates.low[t] = static_cast<float>(sum - static_cast<double>(rounded));
   gates.beta[t] = beta;
-}
-
-// strict(G o A) and P, transposed, for the reverse pass. s.inverse: A.
-template <class T>
-__device__ void write_transposed(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
-  visit_blocks<true>([&](int step, int row, int column, int i, int j, int at) {
-    at += transposed_block(row, column) * kBlockBytes;
-    for (int h = 0; h < heads; ++h) {
-      const HeadGates& gates = s.gates[h];
-      float inverse[2], score[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float G = decay_between(j > i + e, gates.high[i + e], gates.high[j], gates.low[i + e], gates.low[j]);
-        const int element = lower_index(i + e, j);
-        inverse[e] = j < i + e ? G * s.inverse(h)[element] : 0.f;
-        score[e] = j <= i + e ? p.scale * G * s.qk()[element] : 0.f;
-      }
-      ReverseRecord& record = p.reverse_records[(chunk * p.Hv + first + h) * kStepsPerChunk + step];
-      *reinterpret_cast<uint32_t*>(record.inverse + at) = pack2<T>(inverse[0], inverse[1]);
-      *reinterpret_cast<uint32_t*>(record.scores + at) = pack2<T>(score[0], score[1]);
-    }
-  });
 }
 
 // ---- the kernel
@@ -389,24 +360,7 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
 
 // Blocks of a multiprocessor: what registers allow, and with more keys shared memory. Of compute capability 12.0 it
 // holds no more than three whatever the keys, and ptxas 13.0 spills for a fourth.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int prepare_blocks(int) { return 3; }
-#else
-constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
-#endif
-
-// Keys and queries of the chunk's tokens on their way to tiles one behind the other.
-template <int kKeys>
-__device__ __forceinline__ void copy_tiles(const PrepareParams& p, const PreparePlace& place, uint32_t tiles) {
-  const TileCopier<kKeys, kChunk, kPrepareThreads> copier(p.k.pieces, threadIdx.x);
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const Rows rows = i == 0 ? p.k : p.q;
-    copier.copy(tiles + i * kChunk * kKeys * 2, row_at(rows, place.b, place.token, place.key_head), rows.token,
-                place.count);
-  }
-  cp_async_commit();
-}
+constexpr int prepare_blocks(int keys) { return keys <= 128 && kArchitecture < 1200 ? 4 : 3; }
 
 // Once the tiles are there: their products in their place, and before it the rows' norms taken out.
 template <class T, int kKeys, bool kNormalizes>
@@ -428,10 +382,6 @@ __device__ __forceinline__ void multiply_tiles(const PrepareParams& p, const Pre
   multiply_rows<T, kKeys>(s, whole);
 }
 
-// The head whose gates a warp sums, those past the last one: none. Every second warp has the second block of columns of
-// a step's inverse, a third of the work of the first one.
-__device__ __forceinline__ int short_columns_head(int warp) { return warp % 2 == 0 ? kHeadsAtOnce : warp / 2; }
-
 // kBackward: leaves what the backward needs, with one inverse after the other, in the place of outputs.
 template <class T, int kKeys, bool kBackward>
 __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
@@ -445,14 +395,23 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
   if (place.count == 0) return;
   if (!kBackward && place.skipped) return write_zeros(p, place);
 
-  copy_tiles<kKeys>(p, place, smem_address(s.tiles));  // and while they are on their way the first gates
+  // Keys and queries on their way to tiles one behind the other, and meanwhile the first gates.
+  const TileCopier<kKeys, kChunk, kPrepareThreads> copier(p.k.pieces, threadIdx.x);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Rows rows = i == 0 ? p.k : p.q;
+    copier.copy(smem_address(s.tiles) + i * kChunk * kKeys * 2, row_at(rows, place.b, place.token, place.key_head),
+                rows.token, place.count);
+  }
+  cp_async_commit();
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
     load_gates(p, place, first, heads, s.gates);
     if (first == place.first_head) multiply_tiles<T, kKeys, !kBackward>(p, place, s, wants_A);
     __syncthreads();
-    const int sums_of = short_columns_head(warp);
+    // Every second warp sums gates: it has the second block of columns of a step's inverse, a third of the work.
+    const int sums_of = warp % 2 == 0 ? kHeadsAtOnce : warp / 2;
     if (sums_of < heads) {
       sum_gates(p, place, first + sums_of, s.gates[sums_of]);
       if (!kBackward && p.decays != nullptr) write_decay(p, place, first + sums_of, s.gates[sums_of], s.kk());
@@ -468,14 +427,14 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     }
     substitute<false>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();
-    write_triangles<T, !kBackward>(p, s, place.chunk, first, heads);
+    write_triangles<T, !kBackward, false>(p, s, place.chunk, first, heads);
     if constexpr (kBackward) {
       const int of = threadIdx.x / kChunk;
       if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
       __syncthreads();
       substitute<true>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
       __syncthreads();
-      write_transposed<T>(p, s, place.chunk, first, heads);
+      write_triangles<T, false, true>(p, s, place.chunk, first, heads);
     }
     __syncthreads();
   }

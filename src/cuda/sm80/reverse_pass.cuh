@@ -9,50 +9,44 @@ namespace flash_qla::cuda::sm80 {
 
 // A warp that carries the gradient of a strip's state from a sequence's end to its start.
 template <class T, int kKeys>
-__device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
-  using Tr = Traits<kKeys>;
+__device__ void carry_back(const PassParams& p, const Part& part, Ring ring) {
+  using Tr = ReverseTraits<kKeys>;
   using ThisStep = ReverseStep<T, kKeys>;
   int lane = threadIdx.x % 32;
-  const uint32_t values_at = ReverseTraits<kKeys>::kValuesAt + threadIdx.x / 32 * kValueBytes;
+  const uint32_t values_at = Tr::kValuesAt + threadIdx.x / 32 * kValueBytes;
 
-  typename ThisStep::State state;
-  state.clear();
-  if (p.dht.data != nullptr) {
-    load_state(state, p.dht, part.n, strip_place(p.forward));
-  }
+  typename ThisStep::State state{};
+  const auto place = [&] { return strip_place(p.K, p.V); };
+  if (p.dht.data != nullptr) load_state(state, p.dht, part.n, place());
   bool at_end = true;  // of a chunk
   for (int number = static_cast<int>(ceil_div(part.length, kStep)) - 1; number >= 0; --number) {
     const int chunk = number / kStepsPerChunk;
     recompute_from(lane);
     Packed<Tr::kKeyTiles> packed;
-    if (at_end && p.gradients != nullptr) {
-      pack<T>(state, packed);
-      store_blocks(packed, strip_blocks(p.gradients, p.forward, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
+    if (at_end && p.matrices.gradients != nullptr) {
+      packed = pack<T>(state);
+      store_blocks(packed, strip_blocks(p.matrices.gradients, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
     }
     at_end = number % kStepsPerChunk == 0;
     const Range<T> of_state = ThisStep::pack_in_range(state, packed);
     ring.wait_full();
     const uint32_t stage = ring.stage();
-    const ThisStep step(stage, stage + values_at, lane);
-
+    ThisStep step({stage, stage + values_at, lane});
     typename ThisStep::Tokens sums;
-    typename ThisStep::PackedTokens rows;
-    Range<T> of_d_o, of_sums;
-    step.begin(state, packed, of_state, sums, rows, of_d_o, of_sums);
-    step.solve(sums, rows, of_sums);
-    if (p.d_errors != nullptr) {
-      pack<T>(sums, rows);
-      char* to = strip_blocks(p.d_errors, p.forward, chunk, kChunkBlocks);
-      store_blocks(rows, to + number % kStepsPerChunk * Tr::kTokenTiles * kBlockBytes, kChunkBlocks * kBlockBytes);
+    step.begin(state, packed, of_state, sums);
+    if (p.matrices.d_errors != nullptr) {
+      char* to = strip_blocks(p.matrices.d_errors, p, chunk, kChunkBlocks);
+      store_blocks(pack<T>(sums), to + number % kStepsPerChunk * Tr::kTokenTiles * kBlockBytes,
+                   kChunkBlocks * kBlockBytes);
     }
-    step.finish(state, sums, rows, of_d_o);
+    const auto d_v = step.finish(state, sums);
     ring.release(lane);
     ring.next();
     if (p.dv.data != nullptr) {
       const Place& block = place_of_block();
       const uint16_t* first = row_at(p.dv, block.part.b, block.part.begin + number * kStep, block.head);
       const int count = block.part.length - number * kStep;
-      OutputRows<T>(first, p.dv.token, p.dv_columns, count, 0, strip_place(p.forward)).store(rows, 0);
+      OutputRows(first, p.dv.token, p.dv_columns, count, 0, place()).store(d_v, 0);
     }
   }
   if (p.dh0.data != nullptr) {
@@ -63,36 +57,35 @@ __device__ void carry_back(const PassesParams& p, const Part& part, Ring ring) {
 #pragma unroll 1
       for (int i = 0; i < kStepsPerChunk && i * kStep < block.part.length; ++i) {
         const uint32_t stage = ring.stage_before(i + 1);
-        const ThisStep step(stage, stage + values_at, lane);
+        const ThisStep step({stage, stage + values_at, lane});
         step.add_rest(state, since_start);
         since_start *= step.decay();
       }
     }
-    store_state(state, p.dh0, block.part.n, strip_place(p.forward));
+    store_state(state, p.dh0, block.part.n, place());
   }
 }
 
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_passes_kernel(const __grid_constant__ PassesParams p) {
-  const ForwardParams& f = p.forward;
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_passes_kernel(const __grid_constant__ PassParams p) {
   const bool back = blockIdx.x < p.reverse_blocks;
   const BlockStrips block =
-      strips_of_block(f, back ? blockIdx.x : blockIdx.x - p.reverse_blocks, f.blocks_per_head, f.V);
+      strips_of_block(p, back ? blockIdx.x : blockIdx.x - p.reverse_blocks, p.blocks_per_head, p.V);
   Part part;
-  find_part<false>(f, block.part, false, &part);
-  const Ring ring = Ring::start(f, part, block);
+  find_part<false>(p, block.part, false, &part);
+  const Ring ring = Ring::start(p, part, block);
   const int warp = threadIdx.x / 32;
-  if (warp == f.strips) {
+  if (warp == p.strips) {
     if (back) {
-      load_steps<kKeys, true, true, sizeof(ReverseRecord)>(f, part, p.reverse_records, p.d_o, block, ring);
+      load_steps<kKeys, true, true, sizeof(ReverseRecord)>(p, part, p.reverse_records, p.d_o, block, ring);
     } else {
-      load_steps<kKeys, false, false, kStateRecordBytes>(f, part, f.records, f.v, block, ring);
+      load_steps<kKeys, false, false, kStateRecordBytes>(p, part, p.records, p.v, block, ring);
     }
   } else if (warp < block.strips) {
     if (back) {
       carry_back<T, kKeys>(p, part, ring);
     } else {
-      carry_strip<T, kKeys, Pass::kBackward>(f, part, kNoSlot, ring);
+      carry_strip<T, kKeys, Pass::kBackward>(p, part, kNoSlot, ring);
     }
   }
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void split_pair(float x, float y, uint32_t& high, uin
 // the left eight are keys 4 q, 4 q + 1, and those of the right eight 4 q + 2, 4 q + 3, q = lane % 4; of results, column
 // i of product t is key 2 i + t.
 template <int kKeys>
-__global__ void __launch_bounds__(2 * kKeys) sm80_scan_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(2 * kKeys) sm80_scan_kernel(const __grid_constant__ PassParams p) {
   constexpr int kTiles = kKeys / 16;
   // Tiles [16 columns x 16 keys] of transitions on their way: those of a segment, or as many as registers allow.
   constexpr int kAhead = kTiles <= 8 ? kTiles : kTiles / 2 > 6 ? 4 : 6;

@@ -62,14 +62,10 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
 // The identity, whose value columns are keys.
 template <int kTiles>
 __device__ __forceinline__ void set_identity(Sums<kTiles>& state, const StripPlace& place) {
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int key = 8 * tile + place.lane % 4 * 2 + e % 2, column = place.column + place.lane / 4 + e / 2 * 8;
-      state.x[tile][e] = key == column ? 1.f : 0.f;
-    }
-  }
+  state.each([&](float& x, int tile, int e) {
+    const int key = 8 * tile + place.lane % 4 * 2 + e % 2, column = place.column + place.lane / 4 + e / 2 * 8;
+    x = key == column ? 1.f : 0.f;
+  });
 }
 
 // Rounded, as 8x8 blocks: those of the first eight value columns side by side from `to` on, those of the others
@@ -85,7 +81,6 @@ __device__ __forceinline__ void store_blocks(const Packed<kTiles>& packed, char*
 }
 
 // Rows of O of a strip: eight bytes of a row a lane, so that the 32 bytes of a row are written at once.
-template <class T>
 class OutputRows {
  public:
   OutputRows() = default;
@@ -101,12 +96,6 @@ class OutputRows {
     recompute_from(count_);  // made once
   }
   // The next 8 kTiles tokens, from `first` on.
-  template <int kTiles>
-  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int first) {
-    Packed<kTiles> packed;
-    pack<T>(sums, packed);
-    store(packed, first);
-  }
   template <int kTiles>
   __device__ __forceinline__ void store(const Packed<kTiles>& packed, int first) {
     const bool odd = threadIdx.x % 2 != 0;

@@ -27,7 +27,10 @@ __device__ __forceinline__ int lower_index(int row, int column) {
 // the other 16 lanes of the warp do it for another B. `beta`: of 64 rows, in shared memory on a 16-byte boundary.
 template <bool kBetaFirst>
 __device__ void substitute(const float* lower, const float* beta, float* x, int block, int last, int column) {
-  const auto four = [](const float* at) { return *reinterpret_cast<const float4*>(at); };
+  struct alignas(16) Four {
+    float x[4];
+  };
+  const auto four = [](const float* at) { return *reinterpret_cast<const Four*>(at); };
 #pragma unroll 1
   for (int I = block; I < last; ++I) {
     float sum[kSide];  // rows of L B X (of L X), as far as X is known
@@ -39,19 +42,18 @@ __device__ void substitute(const float* lower, const float* beta, float* x, int 
       const float* known = x + lower_block(J, block) + column;
 #pragma unroll
       for (int j = 0; j < kSide; j += 4) {
-        const float4 b = kBetaFirst ? make_float4(1.f, 1.f, 1.f, 1.f) : four(beta + J * kSide + j);
-        y[j] = b.x * known[j * kSide];
-        y[j + 1] = b.y * known[(j + 1) * kSide];
-        y[j + 2] = b.z * known[(j + 2) * kSide];
-        y[j + 3] = b.w * known[(j + 3) * kSide];
+        const Four b = kBetaFirst ? Four{1.f, 1.f, 1.f, 1.f} : four(beta + J * kSide + j);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) y[j + e] = b.x[e] * known[(j + e) * kSide];
       }
       const float* rows = lower + lower_block(I, J);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
 #pragma unroll
         for (int j = 0; j < kSide; j += 4) {
-          const float4 l = four(rows + i * kSide + j);
-          sum[i] = fmaf(l.x, y[j], fmaf(l.y, y[j + 1], fmaf(l.z, y[j + 2], fmaf(l.w, y[j + 3], sum[i]))));
+          const Four l = four(rows + i * kSide + j);
+#pragma unroll
+          for (int e = 3; e >= 0; --e) sum[i] = fmaf(l.x[e], y[j + e], sum[i]);
         }
       }
     }
@@ -61,11 +63,9 @@ __device__ void substitute(const float* lower, const float* beta, float* x, int 
     for (int i = 0; i < kSide; ++i) {
 #pragma unroll
       for (int j = 0; j < i; j += 4) {
-        const float4 l = four(rows + i * kSide + j);
-        sum[i] = fmaf(l.x, y[j], sum[i]);
-        if (j + 1 < i) sum[i] = fmaf(l.y, y[j + 1], sum[i]);
-        if (j + 2 < i) sum[i] = fmaf(l.z, y[j + 2], sum[i]);
-        if (j + 3 < i) sum[i] = fmaf(l.w, y[j + 3], sum[i]);
+        const Four l = four(rows + i * kSide + j);
+#pragma unroll
+        for (int e = 0; e < 4 && j + e < i; ++e) sum[i] = fmaf(l.x[e], y[j + e], sum[i]);
       }
       const float one = I == block && i == column ? 1.f : 0.f, b = beta[I * kSide + i];
       const float value = kBetaFirst ? fmaf(-b, sum[i], one) : one - sum[i];

@@ -7,7 +7,6 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/traits.h"
 
 namespace flash_qla::cuda::sm80 {
 
@@ -105,6 +104,72 @@ class TileCopier {
   bool whole_;
 };
 
+// fp32 sums of a warp, [16 x 8 kTiles]: lane l has rows l / 4 (elements 0, 1) and l / 4 + 8 (2, 3), columns
+// 8 tile + 2 (l % 4) and the next.
+template <int kTiles>
+struct Sums {
+  float x[kTiles][4];
+
+  // Calls visit(element, tile, number in it).
+  template <class Visit>
+  __device__ __forceinline__ void each(Visit visit) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) visit(x[i][e], i, e);
+    }
+  }
+  __device__ __forceinline__ void clear() {
+    each([](float& x, int, int) { x = 0.f; });
+  }
+  __device__ __forceinline__ void scale(float factor) {
+    each([=](float& x, int, int) { x *= factor; });
+  }
+};
+
+// The same rounded to 16 bits, as the left operands of products that sum over the columns.
+template <int kTiles>
+struct Packed {
+  uint32_t x[kTiles / 2][4];
+};
+
+template <class T, int kTiles>
+__device__ __forceinline__ Packed<kTiles> pack(const Sums<kTiles>& sums) {
+  Packed<kTiles> packed;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      packed.x[i / 2][i % 2 * 2 + row] = pack2<T>(sums.x[i][2 * row], sums.x[i][2 * row + 1]);
+  }
+  return packed;
+}
+
+template <bool kTransposed>
+__device__ __forceinline__ void load_blocks(uint32_t address, uint32_t (&x)[4]) {
+  if constexpr (kTransposed) {
+    load_matrix_x4_trans(address, x);
+  } else {
+    load_matrix_x4(address, x);
+  }
+}
+
+// Two tiles of sums from `tile` on += left times the right operands of a 16x16 block.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_two(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
+                                             const uint32_t (&b)[4]) {
+  mma_m16n8k16<T>(sums.x[tile], left, b[0], b[1]);
+  mma_m16n8k16<T>(sums.x[tile + 1], left, b[2], b[3]);
+}
+// The same of a block in shared memory; the lane's address in it.
+template <class T, bool kTransposed, int kTiles>
+__device__ __forceinline__ void multiply_block(Sums<kTiles>& sums, int tile, const uint32_t (&left)[4],
+                                               uint32_t address) {
+  uint32_t b[4];
+  load_blocks<kTransposed>(address, b);
+  multiply_two<T>(sums, tile, left, b);
+}
+
 // V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
 __device__ __forceinline__ uint32_t value_offset(int row, int half) {
   return static_cast<uint32_t>(row * 32 + (half ^ (row >> 2 & 1)) * 16);
@@ -120,9 +185,10 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + token * rows.token + head * rows.head;
 }
 
-// A triangular matrix of a step as right operands, block after block in the order in which they lie. Four blocks come
-// with a load, kAhead while the four before them are used; the last load may reach past the last block.
-template <bool kAhead>
+// A triangular matrix of a step as right operands, block after block in the order in which they lie, of its transpose
+// or (kTransposed) of itself. Four blocks come with a load, kAhead while the four before them are used; the last load
+// may reach past the last block.
+template <bool kAhead, bool kTransposed>
 class BlockStream {
  public:
   __device__ __forceinline__ void start(uint32_t blocks, int lane) {
@@ -139,7 +205,7 @@ class BlockStream {
  private:
   static constexpr int kBuffers = kAhead ? 2 : 1;
   __device__ __forceinline__ void load(int quad) {
-    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % kBuffers]);
+    load_blocks<kTransposed>(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % kBuffers]);
   }
   uint32_t at_;
   uint32_t r_[kBuffers][4];

@@ -15,6 +15,13 @@ inline constexpr int kStrip = 16;
 // The most shared memory that a block may ask for on every GPU from compute capability 8.0 on (8.6, 8.9 and 12.x).
 inline constexpr size_t kMostSharedBytes = 99 * 1024;
 
+// What is compiled for: ten times the compute capability's number, 0 on the host.
+#ifdef __CUDA_ARCH__
+inline constexpr int kArchitecture = __CUDA_ARCH__;
+#else
+inline constexpr int kArchitecture = 0;
+#endif
+
 // Fewer keys lie along each other, and without decay every rounding stays: the outputs of heads of 16 keys are off by
 // 5.4e-3 in bf16, of 32 by 4.3e-3, and dh0 of heads of 16 by up to twice its bound (docs/numerics.md).
 inline constexpr int64_t kLeastBf16Keys = 32;
@@ -51,6 +58,16 @@ constexpr int triangle_block(int row, int column) {
 }
 static_assert(triangle_block(2, 2) == 7 && triangle_block(3, 3) == kTriangleBlocks - 1);
 
+// The same in the order of the reverse pass: pairs of block columns from the last to the first, for each of these pairs
+// of rows (the 16 tokens that one product sums over), and in these column by column.
+constexpr int reverse_block(int row, int column) {
+  const int pair = column / 2, later = kTileRows / 2 - 1 - pair;  // pairs of columns behind this one
+  const int before = later * (2 * later + 1);                     // their blocks
+  if (row / 2 == pair) return before + (column % 2 == 0 ? row % 2 : 2);
+  return before + 3 + 4 * (row / 2 - pair - 1) + 2 * (column % 2) + row % 2;
+}
+static_assert(reverse_block(3, 3) == 2 && reverse_block(3, 1) == kTriangleBlocks - 1);
+
 // What `prepare` leaves of one step and value head (docs/kernels/sm80.md has the names). Tokens past a sequence's end
 // have no decay and a beta of 0.
 struct alignas(16) StepRecord {
@@ -65,6 +82,23 @@ struct alignas(16) StepRecord {
 };
 inline constexpr int kStateRecordBytes = static_cast<int>(offsetof(StepRecord, scaled_gamma));
 static_assert(kStateRecordBytes % 16 == 0);
+
+// What the reverse pass needs of one step and value head beside keys and queries. P is without beta here.
+struct alignas(16) ReverseRecord {
+  char inverse[StepRecord::kTriangleBytes];  // strict(G o A)
+  char scores[StepRecord::kTriangleBytes];   // P
+  float to_end[kStep];                       // e^(c at the step's end - c)
+  float scaled_gamma[kStep];                 // scale e^c
+  float minus_gamma[kStep];                  // -e^c
+  float beta[kStep];
+  float decay[4];  // e^c at the step's end, four times
+};
+
+// The gates of a chunk and value head for the gradients: c from the chunk's start, in powers of two, as a sum of two
+// floats.
+struct ChunkGates {
+  float high[kChunk], low[kChunk], beta[kChunk];
+};
 
 // Record: what a stage has of a step beside its rows.
 template <int kKeys, class Record = StepRecord>

@@ -172,7 +172,7 @@ struct Wrapping {
 // workspace.
 class HeadsBackward {
  public:
-  HeadsBackward(const Arguments& args, const Problem& p, const Wrapping& wrapping, Workspace* workspace)
+  HeadsBackward(const Wrapping& wrapping, const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), wrapping_(wrapping), core_(args) {
     const auto token = [&](bool wanted, int64_t heads, int64_t size, Tensor* t) {
       if (wanted) *t = tensor(workspace->take<uint16_t>(p.B * p.T * heads * size), p.dtype, {p.B, p.T, heads, size});
@@ -303,9 +303,7 @@ class HeadsBackward {
 };
 
 size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrapping, int64_t key_heads) {
-  Workspace workspace(nullptr);
-  HeadsBackward(heads_of(args, p, 0, key_heads), problem_of(p, key_heads), wrapping, &workspace);
-  return workspace.bytes();
+  return heads_bytes<HeadsBackward>(wrapping, args, p, key_heads);
 }
 
 // Scratch up to which all heads go through together. Beyond it they go in two halves, one after the other in the same
@@ -328,17 +326,9 @@ size_t workspace_size(const Arguments& args, const Problem& p) {
 }
 
 Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const Wrapping wrapping(args);
   const int64_t at_once = goes_in_halves(args, p, wrapping) ? ceil_div(p.Hq, 2) : p.Hq;
-  for (int64_t first = 0; first < p.Hq; first += at_once) {
-    const int64_t count = std::min(at_once, p.Hq - first);
-    Workspace workspace(memory);
-    FLASH_QLA_RETURN_IF_ERROR(HeadsBackward(heads_of(args, p, first, count), problem_of(p, count), wrapping, &workspace)
-                                  .run(static_cast<cudaStream_t>(stream)));
-  }
-  return Status();
+  return run_heads<HeadsBackward>(wrapping, args, p, at_once, memory, stream);
 }
 
 }  // namespace

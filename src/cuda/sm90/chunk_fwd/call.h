@@ -102,12 +102,6 @@ class Call {
     kernel_.prepared = prepares(gates_, before_);
   }
 
-  static size_t workspace_size(const Arguments& args, const Problem& p) {
-    Workspace workspace(nullptr);
-    Call(args, p, &workspace);
-    return workspace.bytes();
-  }
-
   static std::string notes(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
     const Call call(args, p, &workspace);

@@ -30,22 +30,11 @@ std::string reject(const Arguments& args, const Problem& p) {
   return {};
 }
 
-Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  Workspace workspace(memory);
-  return Call(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
-}
-
 }  // namespace
 }  // namespace cuda::sm90::fwd
 
-const ForwardPath kSm90ChunkForward = {"sm90",
-                                       FLASH_QLA_CUDA,
-                                       false,
-                                       cuda::sm90::fwd::reject,
-                                       cuda::sm90::fwd::Call::workspace_size,
-                                       cuda::sm90::fwd::run,
-                                       cuda::sm90::fwd::Call::notes};
+using cuda::run_call, cuda::workspace_bytes, cuda::sm90::fwd::Call;
+const ForwardPath kSm90ChunkForward = {
+    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::fwd::reject, workspace_bytes<Call>, run_call<Call>, Call::notes};
 
 }  // namespace flash_qla

@@ -4,6 +4,7 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/warp.cuh"
 #include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"
 
@@ -44,12 +45,7 @@ __device__ void sort_sequences(const Args& args) {
       counts[i] = next[thread * (kPlanBuckets / 32) + i];
       sum += counts[i];
     }
-    int inclusive = sum;
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (thread >= step) inclusive += below;
-    }
-    int before = inclusive - sum;
+    int before = prefix_sum(sum, thread) - sum;
     for (int i = 0; i < kPlanBuckets / 32; ++i) {
       next[thread * (kPlanBuckets / 32) + i] = before;
       before += counts[i];
@@ -62,11 +58,7 @@ __device__ void sort_sequences(const Args& args) {
     SequenceSpan s{0, 0, i, 0};
     if (i < n) s = sequence_at(args, i);
     const int chunks = chunks_of(s);
-    int inclusive = chunks;
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if ((thread & 31) >= step) inclusive += below;
-    }
+    const int inclusive = prefix_sum(chunks, thread & 31);
     if ((thread & 31) == 31) warp_chunks[thread / 32] = inclusive;
     __syncthreads();
     int before = chunks_before;

@@ -27,7 +27,7 @@ __device__ inline float sum_of_squares(uint4 x) {
   return sum;
 }
 
-// A key by four neighbouring threads, which read 64 bytes side by side at a time.
+// A key by four neighbouring threads, which read 64 bytes side by side at a time; quad_sum() gives all of it.
 inline constexpr int kThreadsPerKey = 4;
 template <typename Element>
 __device__ inline float own_part_of_square(const Element* key) {
@@ -36,11 +36,6 @@ __device__ inline float own_part_of_square(const Element* key) {
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) sum += sum_of_squares<Element>(from[i * kThreadsPerKey]);
   return sum;
-}
-// All of it, in all four.
-__device__ inline float sum_of_parts(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/common/warp.cuh"
+
 namespace flash_qla::cuda::sm90::cp {
 
 // Over the threads before each, in place; `all`: over all of them. sums: shared. By a block of kWarps warps, one to 32.
@@ -12,12 +14,7 @@ __device__ void sum_before(int32_t (&x)[kNumbers], int32_t (&all)[kNumbers], int
   __syncthreads();  // the sums before have been read
 #pragma unroll
   for (int i = 0; i < kNumbers; ++i) {
-    int32_t inclusive = x[i];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (lane >= step) inclusive += below;
-    }
+    const int32_t inclusive = prefix_sum(x[i], lane);
     if (lane == 31) sums[i][warp] = inclusive;
     x[i] = inclusive - x[i];
   }

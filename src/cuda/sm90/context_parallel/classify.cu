@@ -2,6 +2,7 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/tma.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/sm90/common/key_squares.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
 
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
             squares = own_part_of_square(static_cast<const Element*>(args.k) + token * args.k_token_stride +
                                          key_head * args.k_head_stride);
           }
-          squares = sum_of_parts(squares);
+          squares = quad_sum(squares);
           if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
         }
         __syncthreads();

@@ -63,12 +63,6 @@ class Links {
     }
   }
 
-  static size_t workspace_size(const Arguments& args, const SummaryProblem& p) {
-    Workspace workspace(nullptr);
-    Links(args, p, &workspace);
-    return workspace.bytes();
-  }
-
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(call_.prepare(stream));
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
@@ -185,16 +179,9 @@ std::string reject(const Arguments& args, const SummaryProblem& p) {
 }
 
 template <class Arguments>
-Status run(const Arguments& args, const SummaryProblem& p, void* memory, void* stream) {
-  const DeviceGuard guard(args.options.device_index);
-  FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  Workspace workspace(memory);
-  return Links<Arguments>(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
-}
-
-template <class Arguments>
 constexpr Path<Arguments, SummaryProblem> path() {
-  return {"sm90", FLASH_QLA_CUDA, false, reject<Arguments>, Links<Arguments>::workspace_size, run<Arguments>};
+  return {
+      "sm90", FLASH_QLA_CUDA, false, reject<Arguments>, workspace_bytes<Links<Arguments>>, run_call<Links<Arguments>>};
 }
 
 // Of a part. None where the forward would not go on from it: uncut (kOff).

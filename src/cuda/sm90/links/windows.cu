@@ -28,12 +28,7 @@ __device__ int window_of(const float (*norms)[kHeads], int head, int seen, float
   for (int base = 0; base < seen; base += kWarp) {
     const int i = base + lane;
     float sum = i < seen ? norms[i][head] : 0.f;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const float below = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += below;
-    }
-    sum += before;
+    sum = prefix_sum(sum, lane) + before;
     const uint32_t found = __ballot_sync(0xffffffffu, i < seen && sum <= threshold);  // never with a NaN
     if (found != 0) return base + __ffs(static_cast<int>(found));
     before = __shfl_sync(0xffffffffu, sum, kWarp - 1);
@@ -139,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int i = 0; i < kRound * kChunk / kKeysAtOnce; ++i) {
-      const float square = sum_of_parts(parts_of_squares[i]);
+      const float square = quad_sum(parts_of_squares[i]);
       if (thread % kThreadsPerKey == 0) s_squares[thread / kThreadsPerKey + i * kKeysAtOnce] = square;
     }
     __syncthreads();
