@@ -323,7 +323,7 @@ inline int64_t test_sm90_backward_stale(const Settings& settings, Arena& arena) 
   const Case cases[] = {
       {{"fused, one sequence", 16, 32, 1, 2000, whole, {}, {}}, false, true, false},
       {{"fused, one sequence, no A", 15, 30, 1, 2000, whole, {}, {}}, false, false, false},
-      {{"fused, both halves, runs", 16, 32, 1, 8192, cut, {}, {8192}}, false, true},
+      {{"fused, one long sequence", 16, 32, 1, 8192, cut, {}, {8192}}, false, true},
       {{"fused, one wave", 8, 16, 2, 1100, whole, {}, {}}, true, true, false},
       {{"fused, both halves, four", 16, 32, 4, 8192, whole, {}, {5809, 1244, 406, 733}}, false, true, false},
       {{"fused, both halves", 16, 32, 4, 4000, whole, {}, {}}, false, false, false},

@@ -42,13 +42,7 @@ cudaError_t launch_states(const Args& p, const Maps& maps, int multiprocessors, 
     // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
-  if (p.segment_chunks == 0) {
-    if (Traits::kFused && p.run_chunks > 0 && decay_sums_blocks(p) > 0) {
-      FLASH_QLA_RETURN_IF_CUDA_ERROR(
-          launch_chained(sm90_chunk_bwd_decay_sums_kernel<T>, decay_sums_blocks(p), kDecaySumsThreads, 0, stream, p));
-    }
-    return launch(static_cast<unsigned>(states_blocks(p)), false);
-  }
+  if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));

@@ -46,9 +46,6 @@ constexpr int32_t kLeastSegmentChunks = 12;
 // Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
 int32_t choose_segment_chunks(const Args& params, int multiprocessors);
 
-// params' run_chunks, from shapes alone, where sequences are not cut into segments. 0 as above.
-int32_t choose_run_chunks(const Args& params, int multiprocessors);
-
 // Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A is added where the caller has none.
 size_t chunk_backward_workspace_size(const Args& params);
 

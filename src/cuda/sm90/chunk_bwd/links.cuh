@@ -41,7 +41,6 @@ __global__ __launch_bounds__(PassTraits<kHalfVariant>::kThreads,
   work.steps = work.sequence.chunks();
   work.first = work.steps - 1;
   work.warmup = work.steps;  // nobody wants its tiles
-  work.before = 0;
   work.start = item.position >= 0 ? item.position : kStateZero;
   work.finish = kStateGiven;
 
