@@ -58,7 +58,6 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
   p.workspace.output_items = memory->output_items.data();
   p.workspace.scans = memory->scans.data();
   p.capacity = capacity;
-  p.uncut_shared = batch.uncut_shared;
   p.by_heads = Divisor(batch.heads);
   p.in_place = batch.in_place;
   p.sms = batch.sms;
@@ -80,11 +79,10 @@ Plan listed(const Batch& batch, const Plan& model, const Memory& memory) {
     EXPECT_LE(count, static_cast<int64_t>(list.size()));
     return std::vector(list.begin(), list.begin() + count);
   };
-  const ItemList& outputs = counters.halves.items > counters.outputs.items ? counters.halves : counters.outputs;
-  const int32_t dependent = std::max(counters.outputs.dependent_items, counters.halves.dependent_items);
+  const ItemList& outputs = counters.outputs;
   plan.state_items = first(memory.state_items, counters.states.items);
   plan.scans = first(memory.scans, counters.progress.pieces / kScanSlices);
-  plan.output_items = in_drawn_order(first(memory.output_items, outputs.items + dependent), outputs.items,
+  plan.output_items = in_drawn_order(first(memory.output_items, outputs.items + outputs.dependent_items), outputs.items,
                                      static_cast<int32_t>(counters.progress.first_items), batch.order);
   EXPECT_EQ(counters.progress.states_left, static_cast<uint32_t>(counters.states.items * kStateWarps));
   // Nothing is written behind the lists' ends.
@@ -177,11 +175,10 @@ TEST(Sm90List, LargeBatchesAreInTheWorkspace) {
   EXPECT_GT(scanned, 2);
 }
 
-// Lengths that the host has expected: choices are looked up, and where no head decays clusters of two may make what
-// waits.
+// Lengths that the host has expected: choices are looked up.
 TEST(Sm90List, ExpectedLengthsTakeTheTable) {
   std::mt19937 random(22);
-  int64_t clusters = 0, looked_up = 0;
+  int64_t looked_up = 0;
   for (int i = 0; i < 60; ++i) {
     Batch batch;
     batch.sms = 132;
@@ -209,17 +206,12 @@ TEST(Sm90List, ExpectedLengthsTakeTheTable) {
     PlanArgs p = plan_args(batch, model, &memory);
     p.expected_lengths = batch.summary();
     p.expected_cut_spacing = model.cut_spacing;
-    p.choice_table =
-        choice_table(batch.summary(), model.cut_spacing, batch.heads, false, batch.sms, Costs(), random() % 2 == 0);
+    p.choice_table = choice_table(batch.summary(), model.cut_spacing, batch.heads, batch.sms, Costs());
     launch_list(p);
     const Plan plan = listed(batch, model, memory);
     check(batch, plan);
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
     ASSERT_EQ(memory.counters.exact_heads, share * batch.heads / 8 * sequences);
-    const bool by_clusters = memory.counters.halves.dependent_items > 0;
-    EXPECT_EQ(by_clusters, share == 8 && p.choice_table.all_exact > 0);
-    clusters += by_clusters;
-    if (by_clusters) continue;
     int32_t states = 0;
     const Join join = join_choice(p.choice_table.choice(memory.counters.exact_heads, sequences * batch.heads, &states));
     EXPECT_EQ(memory.counters.decaying_join, join.decaying);
@@ -227,7 +219,6 @@ TEST(Sm90List, ExpectedLengthsTakeTheTable) {
     EXPECT_EQ(memory.counters.states.items, states);
     ++looked_up;
   }
-  EXPECT_GT(clusters, 0);
   EXPECT_GT(looked_up, 20);
 }
 

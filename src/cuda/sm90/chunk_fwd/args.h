@@ -142,11 +142,10 @@ struct Kernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;              // of 64 rows of V
-  int32_t blocks;                    // that work on an item together: a cluster
-  bool takes_slots = false;          // without a planner: its blocks look for skipped sequences themselves
-  bool prefetches_state = false;     // initial states come by the copy engine where it can read them (PrefetchedState)
-  const void* after_plan = nullptr;  // the function that goes after a plan, if that is another one
+  int32_t state_groups;           // of 64 rows of V
+  int32_t blocks;                 // that work on an item together: a cluster
+  bool takes_slots = false;       // without a planner: its blocks look for skipped sequences themselves
+  bool prefetches_state = false;  // initial states come by the copy engine where it can read them (PrefetchedState)
 };
 
 Kernel one_cta(DType type);

@@ -15,8 +15,8 @@
 namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
-using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longest, cp::clusters_pay, cp::estimate_plan,
-    cp::shares_pay, cp::plan_capacity, cp::uncut_time, cp::choice_table;
+using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longest, cp::estimate_plan, cp::shares_pay,
+    cp::plan_capacity, cp::uncut_time, cp::choice_table;
 using cp::kForcedSpacing, cp::kInvariantSpacing, cp::kLeastOfEqual, cp::kMinSpacing, cp::kMostByLengths, cp::kMostLoss,
     cp::kChunk, cp::kItemsPerSmUncut;
 using cp::lay_out_plan, cp::launch_carried, cp::launch_plan;
@@ -156,11 +156,9 @@ namespace {
 // What decide() answers, and for whom.
 struct DecidedCall {
   Decision decision{false, ""};
-  bool uncut_shared = false;  // the gates may be such that nothing is cut, by several SMs to a head
   int32_t least_longest = 0;  // the lengths may be such that nothing is cut: see least_longest()
   CutSpacing cut_spacing{};   // of equal lengths, and choices
   ChoiceTable choices{};
-  bool by_pairs = false;  // the kernel after is that of TPCs, and may get what waits for states at cuts
 };
 
 Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
@@ -174,8 +172,7 @@ Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
 //   classify -> list -> [states at cuts of carried heads ->] segment states and scan -> outputs
 // The last one begins with items that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call that
-// is not cut, which finds its items if nothing is to be cut. Where the gates decide and several SMs would share a head,
-// a kernel that does so is the last, with a list.
+// is not cut, which finds its items if nothing is to be cut.
 cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, const Kernel& kernel,
                        const Kernel& uncut_kernel, int sms, const Carry& carry, cudaStream_t stream) {
   const Args& args = params.args;
@@ -183,15 +180,12 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   split.args = args;
   split.capacity = capacity_of(args, sms, carry);
   split.carry = carry;
-  split.uncut_shared = decided.uncut_shared;
   const bool lengths_first = decided.least_longest != 0;
   split.least_longest = decided.least_longest;
   split.zero_fill_blocks = args.cu_seqlens != nullptr && !lengths_first ? kZeroFillBlocks : 0;
   split.costs = Costs(args.num_key_heads, args.num_value_heads);
   split.expected_cut_spacing = decided.cut_spacing;
   split.choice_table = decided.choices;
-  int32_t& all_exact = split.choice_table.all_exact;
-  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) all_exact = 0;
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_plan(args, split.capacity, args.workspace, &split.workspace);
@@ -240,14 +234,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.sizes = &counters->outputs;
   items.tickets = &start->outputs;
   if (error == cudaSuccess) error = launch_items_of(kernel, items, sms, sms, stream);
-  if (error != cudaSuccess || !decided.uncut_shared) return error;
-  items.sizes = &counters->halves;
-  items.tickets = &start->halves;
-  // A cluster to each item, or more than find one.
-  const int32_t segments = std::max(all_exact, 2);
-  Kernel after = uncut_kernel;
-  if (after.after_plan != nullptr) after.function = after.after_plan;
-  return launch_items_of(after, items, items.items * (segments - 1), sms, stream);
+  return error;
 }
 
 // carries: links of the same tokens have left what a part's heads go on from.
@@ -268,7 +255,6 @@ DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   if (forced || args.split == Mode::kInvariant) {
     return {{true, forced ? "cut wherever it is possible, as forced"
                           : "each sequence cut by its own length; its gates decide on the device"},
-            false,
             0,
             choose_cut_spacing(args.split, forced, equal, heads, sms, costs)};
   }
@@ -281,16 +267,11 @@ DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   const PlanEstimate unequal = vary ? estimate_plan(one_long, heads, sms, costs, false) : PlanEstimate{};
   // Where unequal lengths would gain, equal ones need not.
   if (estimate.pays() || (unequal.pays() && estimate.pays(kLeastOfEqual))) {
-    const bool may_share = shares_pay(items, sms), uncut_shared = may_share && !estimate.surely();
-    const bool by_pairs = may_share && clusters_pay(equal, estimate, heads, uncut_shared, sms, costs);
-    const bool shared = uncut_shared || by_pairs;
     return {{true, dense ? "the items leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
-            shared,
             0,
             estimate.cut_spacing,
-            choice_table(equal, estimate.cut_spacing, heads, shared, sms, costs, by_pairs),
-            by_pairs};
+            choice_table(equal, estimate.cut_spacing, heads, sms, costs)};
   }
   // The sequence that goes on on another card may be the long one, and its heads' states at cuts cost next to nothing.
   if (carries && unequal.pays()) {
@@ -301,9 +282,7 @@ DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   if (unequal.pays() && args.num_sequences <= kMostByLengths &&
       reading <= kMostLoss * uncut_time(equal, heads, sms, costs)) {
     if (const int32_t least = least_longest(chunks, args.num_sequences, heads, sms, costs); least > 0) {
-      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
-              false,
-              least};
+      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"}, least};
     }
   }
   return {{false, "the items fill the card's waves, or a split would gain too little"}};
@@ -440,14 +419,11 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
   if (saves_a && !encode_a(&params.a, args)) return cudaErrorInvalidValue;
   if (decided.decision.planned) {
     const Kernel cut_kernel = choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved);
-    const bool by_pairs = variant == Variant::kAuto && decided.by_pairs;
-    const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved) : kernel;
-    if (carry.chains == nullptr) return launch_cut(params, decided, cut_kernel, after, sms, carry, stream);
-    // What carried heads start from is there: none of the questions that may find that nothing is to be cut.
+    if (carry.chains == nullptr) return launch_cut(params, decided, cut_kernel, kernel, sms, carry, stream);
+    // What carried heads start from is there: not the question that may find that nothing is to be cut.
     DecidedCall of_carry = decided;
-    of_carry.uncut_shared = false;
     of_carry.least_longest = 0;
-    return launch_cut(params, of_carry, cut_kernel, after, sms, carry, stream);
+    return launch_cut(params, of_carry, cut_kernel, kernel, sms, carry, stream);
   }
   if (args.cu_seqlens != nullptr) {
     const int queues = count_queues(kernel, params.items, sms);

@@ -99,9 +99,8 @@ static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const
   __syncthreads();
   static_assert(kListThreads == kJoinChoices * kSmGroups);
   const int choice = thread / kSmGroups;
-  const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
-  const float own_time = time_of_choice(estimates[0][choice % kJoins], estimates[1][choice / kJoins], choice, uncut,
-                                        p.sms, p.costs, LaneGroups(lane));
+  const float own_time =
+      play_through(estimates[0][choice % kJoins], estimates[1][choice / kJoins], p.sms, p.costs, LaneGroups(lane));
   if (thread % kSmGroups == 0) choice_times[choice] = own_time;
   __syncthreads();
   // Every warp looks for the best one, of equals the first.

@@ -283,21 +283,14 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   const int32_t exact_heads = exact_found;
   CutChoice choice;
   choice.in_order = p.in_place != 0;
-  bool cut = may_cut;
   if (chosen) {
     const bool usual = unusual_found == 0;
-    if (expected && exact_heads == pairs && p.in_place == 0 && p.choice_table.all_exact > 0) {
-      choice.clusters = p.choice_table.all_exact;
-      best = {0, pairs * states_of_pieces(choice.clusters)};
-    } else {
-      if (usual && expected) best.choice = p.choice_table.choice(exact_heads, pairs, &best.state_items);
-      if (!usual || (!expected && exact_heads != guessed_exact) || best.choice < 0) {
-        best = choose_joins(p, sequences, kinds, chosen_for, lengths, cut_spacing);
-      }
+    if (usual && expected) best.choice = p.choice_table.choice(exact_heads, pairs, &best.state_items);
+    if (!usual || (!expected && exact_heads != guessed_exact) || best.choice < 0) {
+      best = choose_joins(p, sequences, kinds, chosen_for, lengths, cut_spacing);
     }
     publish_number(&ws.start->published_items, best.state_items);
     choice.join = join_choice(best.choice);
-    cut = best.choice != kJoinChoices - 1;
     __syncthreads();  // the kinds have been read
   }
 
@@ -377,14 +370,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // By a thread that seldom has items to place.
   if (thread == kListThreads - 1) {
     PlanCounters counters{};
-    const bool clusters = choice.clusters > 0, uncut_shared = !cut && p.uncut_shared != 0;
     counters.states.items = all.states;
-    counters.outputs.items = uncut_shared ? 0 : order.dependent;
-    counters.outputs.dependent_items = clusters ? 0 : all.dependent + carried_found.later;
-    counters.halves.items = clusters || uncut_shared ? all.independent() : 0;
-    counters.halves.dependent_items = clusters ? all.dependent : 0;
-    // The independent ones are the other kernel's. Clusters take tickets after the plan.
-    if (clusters) ws.start->halves.ticket = static_cast<uint32_t>(all.independent());
+    counters.outputs.items = order.dependent;
+    counters.outputs.dependent_items = all.dependent + carried_found.later;
     counters.progress.states_left = static_cast<uint32_t>(all.states * kStateWarps);
     counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(all.scans * kScanSlices);
     counters.progress.slices_left += static_cast<uint32_t>(carried_slices);

@@ -32,7 +32,6 @@ struct PlanArgs {
   PlanWorkspace workspace;
   Capacity capacity;
   Costs costs;
-  int32_t uncut_shared;  // items without a cut are shared by several SMs, and another kernel's
   // A boundary's value heads are looked at a few of a key head at a time: a unit each.
   int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
   Divisor by_boundary_units, by_parts;

@@ -27,9 +27,7 @@ struct Progress {
 
 // What the planner leaves for the kernels after it.
 struct PlanCounters {
-  // Of the items that write O one kernel takes all, the other has none: whole heads, or halves of V each; or whole
-  // heads those that depend on nothing, which halves then count as given out, and halves the others.
-  ItemList states, outputs, halves;
+  ItemList states, outputs;
   Progress progress;
   uint32_t blocks_running;                     // that have had a state item and may get more
   uint32_t helpers;                            // blocks without an item that may stay for the scans
@@ -43,7 +41,7 @@ struct PlanCounters {
 // What there is before the plan. Tickets can be taken then, and the planner says how many state items there will be
 // some microseconds before the plan is there, so that SMs without one can go on to the next kernel.
 struct PlanTickets {
-  ItemTickets states, outputs, halves;
+  ItemTickets states, outputs;
   uint32_t published_items;  // 0: nothing is known; else one more than planner_tpc << 16 | state items, at most so many
   uint32_t left;             // blocks of the state kernel that left on it
   uint32_t likely_items;     // as `published_items`, before any gate is known: a quarter of the heads exact
