@@ -96,13 +96,6 @@ struct Args {
 };
 static_assert(std::is_trivially_copyable_v<Args>);
 
-// How blocks find their sequences by themselves.
-enum class SequenceOrder : int32_t {
-  kGiven = 0,    // in the given order, items round robin
-  kOneItem = 1,  // likewise, with offsets and one item at most
-  kSorted = 2,   // up to kMostSorted with offsets, longest first
-};
-
 struct KernelArgs {
   CUtensorMap q, k, v, o;
   CUtensorMap h;  // of kernels with kStoresHByTma
@@ -121,8 +114,8 @@ struct KernelArgs {
   // initial state; null elsewhere.
   uint32_t* readers;
   const SequenceSpan* plan;  // [N] longest first; null: blocks look themselves
-  SequenceOrder order;       // without a plan and a list
-  // Items given out beyond the first of each block; null: they go by their numbers, or are assigned (kSorted).
+  int32_t one_item;          // with offsets: blocks have an item at most, and find its sequence themselves
+  // Items given out beyond the first of each block; null: they go by their numbers.
   uint32_t* ticket;
   // Where lengths are looked at first, 0 there: the uncut kernel does the work, else that of the lists. Null: no
   // such question.

@@ -34,13 +34,6 @@ bool needs_planner(const Args& args, const Kernel& kernel) {
   return (has_slots(args) && !kernel.takes_slots) || args.h != nullptr;
 }
 
-// Whether blocks deal the items of few sequences among themselves, without tickets: each goes through about so many
-// rounds for every sequence, some 0.1 us each, mostly before the kernel before has ended.
-bool assigns_statically(int items, int sequences, int queues) {
-  constexpr int kMostRounds = 48;
-  return (items + queues - 1) / queues * sequences <= kMostRounds && items <= UINT16_MAX;
-}
-
 // The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
 // memory but its own.
 cudaError_t launch_items(const Kernel& kernel, const KernelArgs& params, int items, int sms, cudaStream_t stream) {
@@ -426,19 +419,12 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
     return launch_cut(params, of_carry, cut_kernel, kernel, sms, carry, stream);
   }
   if (args.cu_seqlens != nullptr) {
-    const int queues = count_queues(kernel, params.items, sms);
-    // With an item to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
-    // around the sequences, too, but not rows of h, and most kernels not those of skipped ones.
-    const bool one_item = one_item_to_a_queue(kernel, params.items, sms);
-    if (needs_planner(args, kernel) || !(one_item || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+    // With an item to a block at most there is nothing to sort. Blocks then clear around the sequences, too, but not
+    // rows of h, and most kernels not those of skipped ones.
+    params.one_item = one_item_to_a_queue(kernel, params.items, sms) && !needs_planner(args, kernel);
+    if (params.one_item == 0) {
       error = launch_sequence_order(args, stream);
       place_sorted_sequences(args.workspace, &params);
-    } else {
-      params.order = one_item ? SequenceOrder::kOneItem : SequenceOrder::kSorted;
-      if (!one_item && !assigns_statically(params.items, args.num_sequences, queues)) {
-        params.ticket = static_cast<uint32_t*>(args.workspace);
-        error = launch_reset_ticket(params.ticket, stream);
-      }
     }
     if (error != cudaSuccess) return error;
   }

@@ -8,11 +8,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (assign_items()).
-inline constexpr int kMostSorted = 31;
-// ... and work items of its own that it then lists.
-inline constexpr int kMostAssigned = 64;
-
 // Listed tokens of a call whose forward writes the states after them itself: a block keeps them in shared memory, and
 // looks at all of them at each of its items and at each of them that is in an item, 32 at a time.
 inline constexpr int kMostListed = 128;
@@ -131,14 +126,11 @@ struct OneCtaTraits {
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;        // Q of a chunk has been used
   static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;              // kStoresHByTma: its tile has been read
   static constexpr int kStates = kPrefetchesState ? 2 : 0;               // barriers of either kind for PrefetchedState
-  static constexpr uint32_t kFullState = kFreeH + (kStoresHByTma ? 8 : 0);               // it is there
-  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;                       // it has been read
-  static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
-  static constexpr uint32_t kSmemAssigned = kSmemSequences + kMostSorted * sizeof(SequenceSpan);  // AssignedItems
-  static constexpr uint32_t kAssignedEnd = kSmemAssigned + 4 + 2 * kMostAssigned;
-  static constexpr uint32_t kSmemListed = (kAssignedEnd + 7) / 8 * 8;    // kEndsAtCheckpoints: ListedToken
-  static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsAtCheckpoints: FoundSlots
-  static constexpr uint32_t kSmemBytes = kEndsAtCheckpoints ? kSmemSlots + 8 * kMostSorted : kAssignedEnd;
+  static constexpr uint32_t kFullState = kFreeH + (kStoresHByTma ? 8 : 0);              // it is there
+  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;                      // it has been read
+  static constexpr uint32_t kSmemSequence = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kSmemListed = kSmemSequence + sizeof(SequenceSpan);  // kEndsAtCheckpoints: ListedToken
+  static constexpr uint32_t kSmemBytes = kSmemListed + (kEndsAtCheckpoints ? 8 * kMostListed : 0);
   static_assert(kSmemBytes <= 227 * 1024);
   // Rings of stages.
   using TilesK = Stages<kSmemK, kBytesK, kStagesK>;
