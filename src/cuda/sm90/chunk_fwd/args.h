@@ -129,10 +129,6 @@ struct KernelArgs {
   const int32_t* cut;
   int32_t items;     // N * Hv
   int32_t followed;  // 1: a kernel of the same call comes after this one, and may start beside it
-  // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which load warps bring them
-  // (PrefetchedState). At the end, so that kernels that know nothing of it find the rest where they do.
-  int32_t prefetched_initial;
-  CUtensorMap initial;
   CUtensorMap a;       // of kernels with kSavesA
   int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };
@@ -145,7 +141,6 @@ struct Kernel {
   int32_t state_groups;              // of 64 rows of V
   int32_t blocks;                    // that work on an item together: a cluster
   bool takes_slots = false;          // without a planner: its blocks look for skipped sequences themselves
-  bool prefetches_state = false;     // initial states come by the copy engine where it can read them (PrefetchedState)
   const void* after_plan = nullptr;  // the function that goes after a plan, if that is another one
 };
 
