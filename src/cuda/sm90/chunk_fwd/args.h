@@ -127,8 +127,8 @@ struct KernelArgs {
   // Where lengths are looked at first, 0 there: the uncut kernel does the work, else that of the lists. Null: no
   // such question.
   const int32_t* cut;
-  int32_t items;     // N * Hv
-  int32_t followed;  // 1: a kernel of the same call comes after this one, and may start beside it
+  int32_t items;       // N * Hv
+  int32_t followed;    // 1: a kernel of the same call comes after this one, and may start beside it
   CUtensorMap a;       // of kernels with kSavesA
   int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };

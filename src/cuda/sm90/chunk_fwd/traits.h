@@ -130,8 +130,8 @@ struct OneCtaTraits {
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;           // its gates
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;        // Q of a chunk has been used
   static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;              // kStoresHByTma: its tile has been read
-  static constexpr uint32_t kBarriersEnd = kFreeH + (kStoresHByTma ? 8 : 0);
-  static constexpr uint32_t kSmemSequences = (kBarriersEnd + 15) / 16 * 16;  // that the block has found
+  // That the block has found itself.
+  static constexpr uint32_t kSmemSequences = (kFreeH + (kStoresHByTma ? 8 : 0) + 15) / 16 * 16;
   static constexpr uint32_t kSmemAssigned = kSmemSequences + kMostSorted * sizeof(SequenceSpan);  // AssignedItems
   static constexpr uint32_t kAssignedEnd = kSmemAssigned + 4 + 2 * kMostAssigned;
   static constexpr uint32_t kSmemListed = (kAssignedEnd + 7) / 8 * 8;    // kEndsAtCheckpoints: ListedToken
