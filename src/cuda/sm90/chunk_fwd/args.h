@@ -120,12 +120,8 @@ struct KernelArgs {
   // Where lengths are looked at first, 0 there: the uncut kernel does the work, else that of the lists. Null: no
   // such question.
   const int32_t* cut;
-  int32_t items;     // N * Hv
-  int32_t followed;  // 1: a kernel of the same call comes after this one, and may start beside it
-  // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which load warps bring them
-  // (PrefetchedState). At the end, so that kernels that know nothing of it find the rest where they do.
-  int32_t prefetched_initial;
-  CUtensorMap initial;
+  int32_t items;       // N * Hv
+  int32_t followed;    // 1: a kernel of the same call comes after this one, and may start beside it
   CUtensorMap a;       // of kernels with kSavesA
   int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };
@@ -135,10 +131,9 @@ struct Kernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;           // of 64 rows of V
-  int32_t blocks;                 // that work on an item together: a cluster
-  bool takes_slots = false;       // without a planner: its blocks look for skipped sequences themselves
-  bool prefetches_state = false;  // initial states come by the copy engine where it can read them (PrefetchedState)
+  int32_t state_groups;      // of 64 rows of V
+  int32_t blocks;            // that work on an item together: a cluster
+  bool takes_slots = false;  // without a planner: its blocks look for skipped sequences themselves
 };
 
 Kernel one_cta(DType type);

@@ -61,18 +61,6 @@ bool encode_a(CUtensorMap* map, const Args& args) {
   return encode_map(map, args.type, args.a, args.num_tokens, heads, heads * kChunk, kChunk, 1);
 }
 
-// The initial states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
-// rows of 128 bytes, swizzled. False: they are of other kinds, or lie as the copy engine cannot read them.
-bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t sequences, int64_t heads) {
-  if (set.data == nullptr || set.type != DType::kFloat32) return false;
-  const cuuint64_t sizes[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(heads),
-                               static_cast<cuuint64_t>(set.indices != nullptr ? set.slots : sequences)};
-  const cuuint64_t strides[4] = {kHeadDim * 4, 32 * 4, static_cast<cuuint64_t>(set.head_stride) * 4,
-                                 static_cast<cuuint64_t>(set.slot_stride) * 4};
-  const cuuint32_t box[5] = {32, v_first ? 128u : 32u, v_first ? 1u : 4u, 1, 1};
-  return encode_tensor_map(map, DType::kFloat32, set.data, sizes, strides, box) == cudaSuccess;
-}
-
 // Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
 enum class SavedStates { kNone, kSome, kAll };
 
@@ -398,10 +386,6 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
-  }
-  if (kernel.prefetches_state) {
-    params.prefetched_initial =
-        encode_states(&params.initial, args.initial, args.state_v_first, args.num_sequences, args.num_value_heads);
   }
   // h's matrices as rows of two halves, sent in boxes of 64 rows.
   if (args.h != nullptr && args.h_rows > 0 &&

@@ -207,9 +207,6 @@ __device__ __forceinline__ void open_item(const KernelArgs& p, QueueProducer& pr
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
-    if (kPrefetchesState<Traits> && p.prefetched_initial != 0 && r.slot_in >= 0) {
-      r.flags |= kPrefetchedState | (producer.prefetched++ & 3) << kPrefetchedCountShift;
-    }
     r.head = item - rank * args.num_value_heads;
     r.sequence = sequence.index;
     r.half = 0;

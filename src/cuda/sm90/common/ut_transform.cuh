@@ -30,7 +30,7 @@ struct UtTransform {
   using Element = typename Traits::Element;
 
   // What mild chunks execute in one piece, and little code for others. The kernels that save h are faster without.
-  static constexpr bool kCompact = kPrefetchesState<Traits>;
+  static constexpr bool kCompact = kCompactCode<Traits>;
 
   using Left = HalfLeft;
   using Right = HalfRight;
