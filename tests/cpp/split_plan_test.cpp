@@ -172,11 +172,7 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
               }
               const float time = play_through(parts[1], parts[0], kSms, costs, SmGroups{});
               if (choice == 0 || time < best) best = time;
-              int32_t states = -1;
-              if (choice == usual.choice(sequences * exact, sequences * heads, &states)) {
-                looked_up = time;
-                EXPECT_EQ(states, parts[0].states.items);
-              }
+              if (choice == usual.choice(sequences * exact, sequences * heads)) looked_up = time;
             }
             if (looked_up == 0.0f) continue;
             const double ratio = looked_up / best;

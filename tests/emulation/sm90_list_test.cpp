@@ -14,7 +14,7 @@ struct Memory {
   std::vector<uint8_t> warmups;
   std::vector<PlannedSequence> sequences;
   std::vector<int32_t> kinds;
-  std::vector<uint32_t> readers, classifiers;
+  std::vector<uint32_t> readers;
   std::vector<WorkItem> state_items, output_items;
   std::vector<Scan> scans;
   std::vector<int64_t> offsets;
@@ -41,7 +41,6 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
   memory->sequences.resize(n);
   memory->kinds.resize(n * static_cast<size_t>(batch.heads));
   memory->readers.resize(2 * memory->kinds.size());
-  memory->classifiers.resize(kMostUnitBlocks);
   WorkItem none{};
   none.row = -1;
   memory->state_items.assign(static_cast<size_t>(capacity.state_items), none);
@@ -49,7 +48,6 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
   memory->scans.assign(static_cast<size_t>(capacity.scans), {-1, -1});
   p.workspace.counters = &memory->counters;
   p.workspace.start = &memory->start;
-  p.workspace.classifiers = memory->classifiers.data();
   p.workspace.warmups = memory->warmups.data();
   p.workspace.sequences = memory->sequences.data();
   p.workspace.kinds = memory->kinds.data();
@@ -212,11 +210,9 @@ TEST(Sm90List, ExpectedLengthsTakeTheTable) {
     check(batch, plan);
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
     ASSERT_EQ(memory.counters.exact_heads, share * batch.heads / 8 * sequences);
-    int32_t states = 0;
-    const Join join = join_choice(p.choice_table.choice(memory.counters.exact_heads, sequences * batch.heads, &states));
+    const Join join = join_choice(p.choice_table.choice(memory.counters.exact_heads, sequences * batch.heads));
     EXPECT_EQ(memory.counters.decaying_join, join.decaying);
     EXPECT_EQ(memory.counters.exact_join, join.exact);
-    EXPECT_EQ(memory.counters.states.items, states);
     ++looked_up;
   }
   EXPECT_GT(looked_up, 20);

@@ -109,7 +109,6 @@ struct KernelArgs {
   void* transitions;
   const Scan* scans;
   PlanCounters* counters;
-  PlanStart* start;
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
   // initial state; null elsewhere.
   uint32_t* readers;

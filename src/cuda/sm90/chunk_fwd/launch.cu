@@ -200,7 +200,6 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.scans = split.workspace.scans;
   items.counters = counters;
   PlanStart* start = split.workspace.start;
-  items.start = start;
   items.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
   items.cut = lengths_first ? split.workspace.cut : nullptr;
   items.list = split.workspace.state_items;

@@ -72,12 +72,10 @@ struct ChoiceTable {
   static constexpr int32_t kShares = 8;
   static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
-  uint16_t states[kShares + 1] = {};  // state items of each of the heads that do not decay
 
-  // Of `exact` heads among `heads`, and all their state items; -1: these are no whole eighths.
-  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t exact, int32_t heads, int32_t* state_items) const {
+  // Of `exact` heads among `heads`; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t exact, int32_t heads) const {
     const int32_t share = kShares * exact / heads;
-    *state_items = exact * states[share];
     return share * heads == kShares * exact ? of_share[share] : -1;
   }
 };
@@ -151,10 +149,7 @@ inline ChoiceTable choice_table(const LengthSummary& lengths, const CutSpacing& 
   for (int32_t share = 0; share <= ChoiceTable::kShares; ++share) {
     const int32_t exact = share * heads / ChoiceTable::kShares;
     best = best_choice(lengths, cut_spacing, heads, exact, sms, costs, best.choice);
-    const int32_t guess = best.choice;
-    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, cut_spacing), join_choice(guess).exact);
-    choices.of_share[share] = static_cast<uint8_t>(guess);
-    choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
+    choices.of_share[share] = static_cast<uint8_t>(best.choice);
   }
   return choices;
 }

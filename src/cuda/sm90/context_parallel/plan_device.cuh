@@ -56,7 +56,6 @@ inline constexpr int kRoundChunks = 8;
 inline constexpr int kRoundHeads = 4;
 // Bounds the blocks: a unit takes a few microseconds, and the card's SMs share them.
 inline constexpr int kClassifyBlocksPerSm = 2;
-inline constexpr int kMostUnitBlocks = 512;  // of 256 SMs; the planner looks at one with each thread
 // A warp for each part of a choice; more threads would have too few registers.
 inline constexpr int kListThreads = 64 * kJoins;
 // Warps that hold the state's rows of half of V: what reads an initial state counts once for each.
