@@ -354,8 +354,6 @@ cudaError_t launch_rounds(const Args& p, int multiprocessors, cudaStream_t strea
 
 cudaError_t launch_scan(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
   using Traits = ScanTraits;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(sm90_chunk_bwd_scan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
   const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
   return launch_chained(sm90_chunk_bwd_scan_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
                         Traits::kThreads, Traits::kBytes, stream, p, maps);

@@ -23,13 +23,12 @@ namespace flash_qla::cuda::sm90::bwd {
 template <unsigned kCluster = 1, typename... Parameters, typename... Arguments>
 cudaError_t launch_chained(void (*kernel)(Parameters...), unsigned blocks, int threads, uint32_t shared_bytes,
                            cudaStream_t stream, const Arguments&... args) {
+  if (shared_bytes > 0) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  }
   const LaunchConfig shape(blocks, threads, shared_bytes, stream, true, kCluster);
   return cudaLaunchKernelEx(&shape.config, kernel, args...);
-}
-
-template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
 // Which kernels to start: all of them, but for a benchmark that times each.

@@ -10,30 +10,19 @@ namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kMakeAThreads = 128;  // one warpgroup: it owns K K^T
 
-// UtTransform makes A diag(x) of a chunk of mild decay; here x is ones.
-template <typename T>
-struct MakeATraits {
-  using Element = T;
-  static constexpr uint32_t kGateColumnA = 0;
-  static constexpr uint32_t kGateMild = 80 * 4;
-  static constexpr uint32_t kBytesGate = 84 * 4;
-  // Of chunks that decay faster: not for use.
-  static constexpr uint32_t kGateSum = 0, kGatePair = 0, kGateRow = 0;
-};
-
 struct MakeASmem {
   static constexpr uint32_t kK = 0;
   static constexpr uint32_t kTile = kK + kTokensBytes;  // -M, then A: rows of 128 bytes, swizzled
   static constexpr uint32_t kBeta = kTile + kTileBytes;
   static constexpr uint32_t kGate = kBeta + kChunk * 4;
-  static constexpr uint32_t kBarrier = kGate + MakeATraits<__half>::kBytesGate;
+  static constexpr uint32_t kBarrier = kGate + kPlainGateBytes;
   static constexpr uint32_t kBytes = 1024 + kBarrier + 16;  // 1024: the tiles' alignment, made up by hand
 };
 
 template <typename T, bool kLinks = false>
 __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(const Args p,
                                                                               const __grid_constant__ Maps maps) {
-  using Transform = UtTransform<MakeATraits<T>>;
+  using Transform = UtTransform<PlainInverseTraits<T>>;
   launch_dependents();
   wait_for_predecessors();
   ChunkInfo chunk{};
@@ -60,7 +49,7 @@ __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(co
   const int thread = threadIdx.x, warp = static_cast<int>(uniform(static_cast<uint32_t>(thread) / 32));
   const FragmentPosition at = fragment_position(thread);
 
-  if (thread < static_cast<int>(MakeATraits<T>::kBytesGate / 4)) store_shared_f1(gate + 4 * thread, 1.0f);
+  if (thread < static_cast<int>(kPlainGateBytes / 4)) store_shared_f1(gate + 4 * thread, 1.0f);
   if (thread == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
@@ -107,7 +96,7 @@ __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(co
         named_barrier_arrive(1, kMakeAThreads);
       }
     };
-    Transform::finish_by_four(tile, gate, gate, gate + MakeATraits<T>::kGateMild, warp, at.lane, meet,
+    Transform::finish_by_four(tile, gate, gate, gate + PlainInverseTraits<T>::kGateMild, warp, at.lane, meet,
                               [](auto, float) {});
     __syncthreads();
     for (int piece = thread; piece < chunk.valid * 8; piece += kMakeAThreads) {

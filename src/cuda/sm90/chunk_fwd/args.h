@@ -149,21 +149,13 @@ struct Kernel {
   const void* after_plan = nullptr;  // the function that goes after a plan, if that is another one
 };
 
-Kernel one_cta_bf16();
-Kernel one_cta_save_a_bf16();
-Kernel one_cta_save_h_bf16();
-Kernel one_cta_save_bf16();
-Kernel two_cta_bf16();
-Kernel two_cta_save_bf16();
-Kernel segment_states_bf16();
-Kernel link_states_bf16();
-Kernel one_cta_fp16();
-Kernel one_cta_save_a_fp16();
-Kernel one_cta_save_h_fp16();
-Kernel one_cta_save_fp16();
-Kernel two_cta_fp16();
-Kernel two_cta_save_fp16();
-Kernel segment_states_fp16();
-Kernel link_states_fp16();
+Kernel one_cta(DType type);
+Kernel one_cta_save(DType type);
+Kernel one_cta_save_a(DType type);
+Kernel one_cta_save_h(DType type);
+Kernel two_cta(DType type);
+Kernel two_cta_save(DType type);
+Kernel segment_states(DType type);
+Kernel link_states(DType type);
 
 }  // namespace flash_qla::cuda::sm90::fwd

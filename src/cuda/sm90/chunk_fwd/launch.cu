@@ -85,15 +85,10 @@ enum class SavedStates { kNone, kSome, kAll };
 
 // variant: not kAuto. saves_a: saves_a_itself().
 Kernel choose_kernel(DType type, Variant variant, SavedStates saved, bool saves_a = false) {
-  const bool half = type == DType::kFloat16;
-  if (variant == Variant::kTwoCta) {
-    if (saved == SavedStates::kNone) return half ? two_cta_fp16() : two_cta_bf16();
-    return half ? two_cta_save_fp16() : two_cta_save_bf16();
-  }
-  if (saves_a) return half ? one_cta_save_a_fp16() : one_cta_save_a_bf16();
-  if (saved == SavedStates::kAll) return half ? one_cta_save_h_fp16() : one_cta_save_h_bf16();
-  if (saved == SavedStates::kSome) return half ? one_cta_save_fp16() : one_cta_save_bf16();
-  return half ? one_cta_fp16() : one_cta_bf16();
+  if (variant == Variant::kTwoCta) return saved == SavedStates::kNone ? two_cta(type) : two_cta_save(type);
+  if (saves_a) return one_cta_save_a(type);
+  if (saved == SavedStates::kAll) return one_cta_save_h(type);
+  return saved == SavedStates::kSome ? one_cta_save(type) : one_cta(type);
 }
 
 // A step of a cluster of two takes about this share of a whole item's (measured: docs/notebook/sm90_forward.md).
@@ -137,7 +132,7 @@ cudaError_t launch_items_of(const Kernel& kernel, KernelArgs params, int items, 
 }  // namespace
 
 cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cudaStream_t stream) {
-  const Kernel kernel = args.type == DType::kFloat16 ? link_states_fp16() : link_states_bf16();
+  const Kernel kernel = link_states(args.type);
   KernelArgs params{};
   params.args = args;
   params.args.q = args.k;  // where there are no gates any mapped address is read (load_gates())
@@ -238,8 +233,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.tickets = &start->states;
   items.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (queue_first_chunks())
   // The planner holds an SM: with a block for that one too, the kernel after this one could not start before it ends.
-  error = launch_items_of(args.type == DType::kFloat16 ? segment_states_fp16() : segment_states_bf16(), items,
-                          std::max(sms - 1, 1), sms, stream);
+  error = launch_items_of(segment_states(args.type), items, std::max(sms - 1, 1), sms, stream);
 
   items.followed = params.followed;
   items.list = split.workspace.output_items;

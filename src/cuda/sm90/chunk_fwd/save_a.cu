@@ -60,20 +60,9 @@ struct TeamShape {
   static constexpr uint32_t kBytesTeam = kTilesAt + kTeam * kBytesTile;
   static_assert(kAhead || kBytesTeam == kBytesKeys);
   static constexpr uint32_t kSmemGate = kTeams * kBytesTeam;
-  static constexpr uint32_t kSmemBarriers = kSmemGate + 84 * 4;  // keys are there; one for each team
+  static constexpr uint32_t kSmemBarriers = kSmemGate + kPlainGateBytes;  // keys are there; one for each team
   static constexpr uint32_t kSmemBytes = kSmemBarriers + 8 * kTeams;
 };
-
-// UtTransform makes A diag(x) of a chunk of mild decay; here x is ones.
-template <typename Element_>
-struct InverseTraits {
-  using Element = Element_;
-  static constexpr uint32_t kGateColumnA = 0;
-  static constexpr uint32_t kGateMild = 80 * 4;
-  // Of chunks that decay faster: not for use.
-  static constexpr uint32_t kGateSum = 0, kGatePair = 0, kGateRow = 0;
-};
-constexpr uint32_t kBytesGate = 84 * 4;
 
 // The last sequence that starts at or before a token; 0 if none does. By a whole warp.
 __device__ __forceinline__ int32_t sequence_before(const Args& args, int32_t token, int lane) {
@@ -126,7 +115,7 @@ struct ChunksOfWindows {
 
 template <typename Element, typename Shape>
 struct ChunkInverse {
-  using Traits = InverseTraits<Element>;
+  using Traits = PlainInverseTraits<Element>;
   static constexpr int kTeam = Shape::kTeam, kBlocks = Shape::kBlocks;
   const SaveAArgs& p;
   uint32_t keys, tiles;       // K, and a tile for each warp of the team
@@ -347,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, Shape::kBlocksPerSm)
   constexpr int kTeam = Shape::kTeam, kTeams = Shape::kTeams;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   const int team = warp / kTeam;
-  if (threadIdx.x < kBytesGate / 4) store_shared_f1(smem() + Shape::kSmemGate + 4 * threadIdx.x, 1.0f);
+  if (threadIdx.x < kPlainGateBytes / 4) store_shared_f1(smem() + Shape::kSmemGate + 4 * threadIdx.x, 1.0f);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kTeams; ++i) mbarrier_init(smem() + Shape::kSmemBarriers + 8 * i, 1);
     mbarrier_init_fence();

@@ -449,4 +449,15 @@ struct UtTransform {
   }
 };
 
+// UtTransform makes A diag(x) of a chunk of mild decay. For A alone: x is ones, in kPlainGateBytes of them.
+template <typename Element_>
+struct PlainInverseTraits {
+  using Element = Element_;
+  static constexpr uint32_t kGateColumnA = 0;
+  static constexpr uint32_t kGateMild = 80 * 4;
+  // Of chunks that decay faster: not for use.
+  static constexpr uint32_t kGateSum = 0, kGatePair = 0, kGateRow = 0;
+};
+inline constexpr uint32_t kPlainGateBytes = 84 * 4;
+
 }  // namespace flash_qla::cuda::sm90
