@@ -16,8 +16,8 @@ namespace flash_qla::cuda::sm90::bwd {
 
 template <typename T>
 cudaError_t launch_make_a(const Args& p, const Maps& maps, cudaStream_t stream) {
-  return launch_chained(sm90_chunk_bwd_make_a_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kMakeAThreads,
-                        MakeASmem::kBytes, stream, p, maps);
+  return launch_chained(sm90_chunk_bwd_make_a_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kInverseThreads,
+                        ChunkInverse<T>::kBytes, stream, p, maps);
 }
 
 template <typename T>

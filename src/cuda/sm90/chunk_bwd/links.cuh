@@ -56,8 +56,8 @@ cudaError_t launch_link_gradients_typed(const Args& p, const Maps& maps, const L
   FLASH_QLA_RETURN_IF_CUDA_ERROR(count_multiprocessors(&multiprocessors));
   if (links.A.data == nullptr) {
     const auto make_a = sm90_chunk_bwd_make_a_kernel<T, true>;
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(make_a, static_cast<unsigned>(links.most_tiles), kMakeAThreads,
-                                                  MakeASmem::kBytes, stream, p, maps));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(make_a, static_cast<unsigned>(links.most_tiles), kInverseThreads,
+                                                  ChunkInverse<T>::kBytes, stream, p, maps));
   }
   const auto prepare = sm90_chunk_bwd_prepare_kernel<T, true>;
   const int64_t blocks = std::min<int64_t>(multiprocessors, ceil_div(links.most_tiles, PrepareTraits::kGroups));

@@ -421,10 +421,9 @@ cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t
                   args.num_value_heads > 0;
   const cudaError_t error = launch_states_and_outputs(args, variant, &training, carry, stream);
   if (error != cudaSuccess || !training) return error;
-  SaveAArgs inverse{{}, {}, args};
+  SaveAArgs inverse{{}, args};
   if (!encode_map(&inverse.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
-                  args.k_head_stride, 2) ||
-      (args.a != nullptr && !encode_a(&inverse.a, args))) {
+                  args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
   return launch_save_a(inverse, stream);
