@@ -20,7 +20,6 @@ RENAMED = {
     "list_tiles_kernel": "list_items_kernel",
     "plan_chunk_forward_kernel": "sort_sequences_kernel",
     "sm90_chunk_bwd_combine_kernel": "sm90_chunk_bwd_scan_kernel",
-    "sm90_chunk_bwd_growths_kernel": "sm90_chunk_bwd_decay_sums_kernel",
     "sm90_chunk_bwd_states_kernel": "sm90_chunk_bwd_passes_kernel",
     "sm90_chunk_forward_kernel": "sm90_chunk_fwd_kernel",
     "sm90_pair_forward_kernel": "sm90_chunk_fwd_2cta_kernel",

@@ -83,31 +83,6 @@ std::vector<Case> check_cases() {
     c.half_gates = true;
     c.small_beta = true;
   }
-  {
-    Case& c = add("runs", 2, 8, {4000});
-    c.run_chunks = 10;
-    c.padding = 7;
-  }
-  {
-    Case& c = add("runs dense cumsum", 2, 4, {2560});
-    c.run_chunks = 12;
-    c.varlen = false;
-    c.cumsum = true;
-    c.v_first = true;
-  }
-  {
-    Case& c = add("runs strong, no states", 1, 4, {1950});
-    c.run_chunks = 16;
-    c.strong = true;
-    c.h0 = c.dht = c.A = false;
-  }
-  {
-    Case& c = add("runs fp16", 4, 4, {1400});
-    c.run_chunks = 10;
-    c.fp16 = true;
-    c.half_gates = true;
-    c.small_beta = true;
-  }
   add("no dO", 2, 2, {100, 200, 65}).d_o = false;
   return cases;
 }
@@ -124,7 +99,7 @@ int main(int argc, char** argv) {
     for (Case c : check_cases()) {
       if (c.name.find(wanted) == std::string::npos) continue;
       // All forms have the same bits, but for what is cut into pieces and for dg with states in fp32.
-      const bool same_bits = c.segment_chunks == 0 && c.run_chunks == 0;
+      const bool same_bits = c.segment_chunks == 0;
       Outputs first;
       const std::string name = c.name;
       const auto check = [&](const char* form) {
@@ -166,7 +141,6 @@ int main(int argc, char** argv) {
       c.fused = argc > 4 && std::string(argv[4]) == "fused";
       c.whole_values = argc > 4 && std::string(argv[4]) == "both";
       c.exact = argc > 4 && std::string(argv[4]) == "exact";
-      c.run_chunks = -1;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner(c).time();

@@ -24,7 +24,6 @@ struct Case {
   int segment_chunks = 0;                    // -1: what choose_chunk_backward_plan says
   bool fused = false, whole_values = false;  // forms of the passes
   bool exact = false;                        // states in fp32 too, where the call is small
-  int run_chunks = 0;                        // as segment_chunks
 };
 
 // ---- one case ----
@@ -334,7 +333,6 @@ class Runner {
     p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
     p_.fused = c_.fused;
     p_.whole_values = c_.whole_values;
-    p_.run_chunks = c_.run_chunks >= 0 ? c_.run_chunks : choose_run_chunks(p_, 132);
     workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, workspace_);

@@ -49,11 +49,11 @@ inline std::vector<Case> check_cases() {
     Case& c = add("many tiles", 4, 16, {});
     for (int i = 0; i < 60; ++i) c.lengths.push_back((i * 37) % 400);
   }
-  // Few enough sequences that blocks sort them, and deal their tiles (of 132 multiprocessors), or take tickets.
+  // More tiles than multiprocessors (132), of few sequences.
   add("two tiles to a block", 4, 32, {0, 300, 1, 64, 129, 700, 65, 2}).padding = 33;
-  add("dealt, very unequal", 4, 32, {20, 130, 64, 0, 1500, 5, 300, 1, 70}).padding = 3;
+  add("two tiles to a block, very unequal", 4, 32, {20, 130, 64, 0, 1500, 5, 300, 1, 70}).padding = 3;
   for (const bool unequal : {false, true}) {
-    Case& c = add(unequal ? "sorted, tickets, very unequal" : "sorted, tickets", 4, 32, {});
+    Case& c = add(unequal ? "eight tiles to a block, very unequal" : "eight tiles to a block", 4, 32, {});
     for (int i = 0; i < 31; ++i) c.lengths.push_back(unequal && i == 7 ? 2000 : (i * 53) % 300);
     c.padding = 5;
   }

@@ -26,7 +26,6 @@ struct Map {
 struct Batch {
   Mode mode = Mode::kAuto;
   bool forced = false;
-  bool uncut_shared = false;
   bool finer = false;     // the finest grid that lengths known beforehand may get
   bool in_place = false;  // final states overwrite initial ones
   uint32_t order = 0;     // seed of the order in which free and dependent items are taken
@@ -56,7 +55,6 @@ inline Batch draw_options(std::mt19937& random) {
   batch.forced = below(3) == 0;
   batch.in_place = below(2) == 0;
   batch.order = static_cast<uint32_t>(random());
-  batch.uncut_shared = below(2) == 0;
   batch.finer = below(2) == 0;
   batch.sms = 1 + below(16) * (1 + below(9));
   batch.heads = 1 + below(5);
@@ -270,11 +268,10 @@ inline Plan make_plan(const Batch& batch) {
                                         long_item(lengths.longest, plan.cut_spacing, join_step(i)), costs);
       }
     }
-    const float uncut = batch.uncut_shared ? time_of_shared(lengths, batch.heads, batch.sms, costs) : 0.0f;
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kJoinChoices; ++choice) {
-      const float time = time_of_choice(estimates[0][choice % kJoins], estimates[1][choice / kJoins], choice, uncut,
-                                        batch.sms, costs, SmGroups{});
+      const float time =
+          play_through(estimates[0][choice % kJoins], estimates[1][choice / kJoins], batch.sms, costs, SmGroups{});
       if (time < best) {
         best = time;
         plan.join = join_choice(choice);
@@ -282,8 +279,8 @@ inline Plan make_plan(const Batch& batch) {
     }
   }
   int32_t independent = 0, first_items = 0;
-  const PlacedItems placed = place_items(batch, plan.cut_spacing, {plan.join, 0, batch.in_place},
-                                         plan.capacity.boundaries, kinds, warmups_of, &independent, &first_items);
+  const PlacedItems placed = place_items(batch, plan.cut_spacing, {plan.join, batch.in_place}, plan.capacity.boundaries,
+                                         kinds, warmups_of, &independent, &first_items);
   plan.state_items = placed.states;
   plan.scans = placed.scans;
   plan.output_items = in_drawn_order(placed.outputs, independent, first_items, batch.order);

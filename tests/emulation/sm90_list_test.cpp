@@ -14,7 +14,7 @@ struct Memory {
   std::vector<uint8_t> warmups;
   std::vector<PlannedSequence> sequences;
   std::vector<int32_t> kinds;
-  std::vector<uint32_t> readers, classifiers;
+  std::vector<uint32_t> readers;
   std::vector<WorkItem> state_items, output_items;
   std::vector<Scan> scans;
   std::vector<int64_t> offsets;
@@ -41,7 +41,6 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
   memory->sequences.resize(n);
   memory->kinds.resize(n * static_cast<size_t>(batch.heads));
   memory->readers.resize(2 * memory->kinds.size());
-  memory->classifiers.resize(kMostUnitBlocks);
   WorkItem none{};
   none.row = -1;
   memory->state_items.assign(static_cast<size_t>(capacity.state_items), none);
@@ -49,7 +48,6 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
   memory->scans.assign(static_cast<size_t>(capacity.scans), {-1, -1});
   p.workspace.counters = &memory->counters;
   p.workspace.start = &memory->start;
-  p.workspace.classifiers = memory->classifiers.data();
   p.workspace.warmups = memory->warmups.data();
   p.workspace.sequences = memory->sequences.data();
   p.workspace.kinds = memory->kinds.data();
@@ -58,7 +56,6 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
   p.workspace.output_items = memory->output_items.data();
   p.workspace.scans = memory->scans.data();
   p.capacity = capacity;
-  p.uncut_shared = batch.uncut_shared;
   p.by_heads = Divisor(batch.heads);
   p.in_place = batch.in_place;
   p.sms = batch.sms;
@@ -80,11 +77,10 @@ Plan listed(const Batch& batch, const Plan& model, const Memory& memory) {
     EXPECT_LE(count, static_cast<int64_t>(list.size()));
     return std::vector(list.begin(), list.begin() + count);
   };
-  const ItemList& outputs = counters.halves.items > counters.outputs.items ? counters.halves : counters.outputs;
-  const int32_t dependent = std::max(counters.outputs.dependent_items, counters.halves.dependent_items);
+  const ItemList& outputs = counters.outputs;
   plan.state_items = first(memory.state_items, counters.states.items);
   plan.scans = first(memory.scans, counters.progress.pieces / kScanSlices);
-  plan.output_items = in_drawn_order(first(memory.output_items, outputs.items + dependent), outputs.items,
+  plan.output_items = in_drawn_order(first(memory.output_items, outputs.items + outputs.dependent_items), outputs.items,
                                      static_cast<int32_t>(counters.progress.first_items), batch.order);
   EXPECT_EQ(counters.progress.states_left, static_cast<uint32_t>(counters.states.items * kStateWarps));
   // Nothing is written behind the lists' ends.
@@ -177,11 +173,10 @@ TEST(Sm90List, LargeBatchesAreInTheWorkspace) {
   EXPECT_GT(scanned, 2);
 }
 
-// Lengths that the host has expected: choices are looked up, and where no head decays clusters of two may make what
-// waits.
+// Lengths that the host has expected: choices are looked up.
 TEST(Sm90List, ExpectedLengthsTakeTheTable) {
   std::mt19937 random(22);
-  int64_t clusters = 0, looked_up = 0;
+  int64_t looked_up = 0;
   for (int i = 0; i < 60; ++i) {
     Batch batch;
     batch.sms = 132;
@@ -209,25 +204,17 @@ TEST(Sm90List, ExpectedLengthsTakeTheTable) {
     PlanArgs p = plan_args(batch, model, &memory);
     p.expected_lengths = batch.summary();
     p.expected_cut_spacing = model.cut_spacing;
-    p.choice_table =
-        choice_table(batch.summary(), model.cut_spacing, batch.heads, false, batch.sms, Costs(), random() % 2 == 0);
+    p.choice_table = choice_table(batch.summary(), model.cut_spacing, batch.heads, batch.sms, Costs());
     launch_list(p);
     const Plan plan = listed(batch, model, memory);
     check(batch, plan);
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
     ASSERT_EQ(memory.counters.exact_heads, share * batch.heads / 8 * sequences);
-    const bool by_clusters = memory.counters.halves.dependent_items > 0;
-    EXPECT_EQ(by_clusters, share == 8 && p.choice_table.all_exact > 0);
-    clusters += by_clusters;
-    if (by_clusters) continue;
-    int32_t states = 0;
-    const Join join = join_choice(p.choice_table.choice(memory.counters.exact_heads, sequences * batch.heads, &states));
+    const Join join = join_choice(p.choice_table.choice(memory.counters.exact_heads, sequences * batch.heads));
     EXPECT_EQ(memory.counters.decaying_join, join.decaying);
     EXPECT_EQ(memory.counters.exact_join, join.exact);
-    EXPECT_EQ(memory.counters.states.items, states);
     ++looked_up;
   }
-  EXPECT_GT(clusters, 0);
   EXPECT_GT(looked_up, 20);
 }
 

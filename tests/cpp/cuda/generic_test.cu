@@ -246,7 +246,7 @@ int run(const Settings& settings) {
       {"sm90 backward, drawn, few tokens", true, [&] { return test_sm90_backward(settings, arena, true); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
       {"sm90 backward, stale memory", true, [&] { return as_asked(test_sm90_backward_stale); }},
-      {"sm90 backward, runs", true, [&] { return test_sm90_runs(settings, arena); }},
+      {"sm90 backward, long sequence", true, [&] { return test_sm90_long_sequence(settings, arena); }},
       {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }},
       {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }},
       {"sm90 links, alone", true, [&] { return as_asked(of_ranks<test_links>); }},

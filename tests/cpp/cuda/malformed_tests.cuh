@@ -279,9 +279,7 @@ class MalformedGroup {
     check_cuda(cudaMemcpy(&plan, workspace, sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");
     const Capacity room = plan_capacity(static_cast<Mode>(call.in.features.cp_mode), call.in.features.force_intra_cp,
                                         s.B * s.T, static_cast<int32_t>(s.N()), static_cast<int32_t>(s.Hv), sms_);
-    // One kernel has the free tiles, the other may count them as given out.
-    const int64_t outputs = std::max(plan.outputs.items, plan.halves.items) +
-                            std::max(plan.outputs.dependent_items, plan.halves.dependent_items);
+    const int64_t outputs = int64_t{plan.outputs.items} + plan.outputs.dependent_items;
     const int64_t chains = plan.progress.pieces / kScanSlices;
     if (plan.made != 1 || plan.states.items < 0 || plan.states.items > room.state_items || outputs < 0 ||
         outputs > room.output_items || chains > room.scans) {

@@ -197,12 +197,12 @@ inline int64_t test_orders(const Settings& settings, Arena& arena) {
   // 132 multiprocessors: what is a tile to a block, two, and more of them, which are given out by tickets.
   const Case forwards[] = {
       {"a tile to a block", 8, 32, 4, 150, DType::kBFloat16, states, none},
-      {"blocks that sort", 4, 32, 8, 150, DType::kBFloat16, states, none},
-      {"blocks that sort, fp16", 4, 32, 8, 150, DType::kFloat16, states, none},
-      {"blocks that sort, no split", 4, 32, 8, 150, DType::kBFloat16, off, none},
-      {"blocks that sort, saved", 4, 32, 8, 150, DType::kBFloat16, states, kept},
-      {"blocks that sort", 4, 32, 12, 130, DType::kBFloat16, states, none},
-      {"blocks that sort, tickets", 4, 32, 17, 100, DType::kBFloat16, states, none},
+      {"two tiles to a block", 4, 32, 8, 150, DType::kBFloat16, states, none},
+      {"two tiles to a block, fp16", 4, 32, 8, 150, DType::kFloat16, states, none},
+      {"two tiles to a block, no split", 4, 32, 8, 150, DType::kBFloat16, off, none},
+      {"two tiles to a block, saved", 4, 32, 8, 150, DType::kBFloat16, states, kept},
+      {"three tiles to a block", 4, 32, 12, 130, DType::kBFloat16, states, none},
+      {"four tiles to a block", 4, 32, 17, 100, DType::kBFloat16, states, none},
       {"planned", 2, 8, 40, 130, DType::kBFloat16, states, none},
       {"h", 4, 32, 8, 130, DType::kBFloat16, states, kept_h},
       {"pool in place", 4, 16, 9, 150, DType::kBFloat16, states, pool},

@@ -71,13 +71,12 @@ inline int64_t repeat_batches(const char* group, const std::vector<Repeated>& ki
   return checker.finish();
 }
 
-// A thousand runs of a full card: sequences sorted by a kernel of their own, by the blocks that take tickets, by blocks
-// that deal their tiles, and with what training keeps.
+// A thousand runs of a full card, tiles given out by tickets: many sequences and few, and with what training keeps.
 inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
   return repeat_batches("a thousand runs, sm90",
-                        {{"sorted before", DType::kBFloat16, 40, 8, false},
-                         {"tickets", DType::kFloat16, 30, 12, false},
-                         {"dealt", DType::kBFloat16, 20, 8, false},
+                        {{"many sequences", DType::kBFloat16, 40, 8, false},
+                         {"fewer sequences", DType::kFloat16, 30, 12, false},
+                         {"few sequences", DType::kBFloat16, 20, 8, false},
                          {"what training keeps", DType::kFloat16, 40, 8, true}},
                         settings, arena);
 }

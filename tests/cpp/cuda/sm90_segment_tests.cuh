@@ -60,11 +60,10 @@ inline int64_t test_sm90_segments(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// One sequence of so many heads that its passes take half of the card, and so long that forward passes of heads that
-// forget go through it in runs (docs/notebook/sm90_backward.md): beside heads that do not forget, and some that do from
-// a token on alone.
-inline int64_t test_sm90_runs(const Settings& settings, Arena& arena) {
-  Checker checker("backward in runs, sm90", settings, arena, "sm90");
+// One long sequence of so many heads that its passes take half of the card, beside the kernel that makes their tiles:
+// heads that forget beside some that do not, or do from a token on alone.
+inline int64_t test_sm90_long_sequence(const Settings& settings, Arena& arena) {
+  Checker checker("backward of a long sequence, sm90", settings, arena, "sm90");
   Random random(41);
   for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
     for (const bool packed : {true, false}) {

@@ -52,9 +52,6 @@ struct Args {
   int32_t pair_bound;     // pairs that the workspace has
   // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
   int32_t segment_chunks, segment_bound;
-  // Forward passes over whole sequences of heads that forget go through them in pieces of so many chunks, the last one
-  // first (segments.cuh: "runs"). 0: from the start to the end.
-  int32_t run_chunks;
   float scale;
   float decay_threshold = kDecayThreshold;  // logarithm of the share of a state that a warm-up may leave out, or less
   float small_beta;                         // traits.h; set when the workspace is bound

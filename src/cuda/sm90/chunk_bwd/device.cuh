@@ -9,6 +9,7 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/sm90/chunk_bwd/args.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
@@ -205,12 +206,6 @@ __device__ __forceinline__ uint32_t scale2_split(uint32_t packed, uint32_t high,
 // 16 bytes in one store: what nvcc knows of where a value comes from it takes for a reason to store it in four.
 __device__ __forceinline__ void store_global_u4(void* to, uint4 x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
 }
 
 // qk [64 of q, 64 of k] = Q K^T by a warpgroup, Q and K tiles [2 halves of K][64 tokens][64]: on its way.

@@ -58,22 +58,14 @@ bool keeps_exact(const Args& p) {
 // Pairs of sequences that want it, at most: these have more than 128 tokens, and so a pair to every 64 of them at most.
 int64_t exact_pairs(const Args& p) { return std::min(int64_t{kExactPairs} * p.N, int64_t{p.B} * p.T / kChunk); }
 
-// Of one sequence: with as many heads, and as long, that the gradients keep the rest of the device busy in good time.
-bool fills_with_both_halves(const Args& p) {
-  constexpr int32_t kLeastHeads = 31, kLeastChunks = 128;
-  return p.Hv >= kLeastHeads && p.chunk_bound >= kLeastChunks;
-}
-
 // Whether a block of fused passes takes both halves of V: what two blocks would load, and make, it loads and makes
 // once. All multiprocessors do more, but each chunk takes 2.1 us for 1.5. So it pays where the longest
 // sequence's chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the
-// gradients' in them. And of one sequence where forward passes take runs, which leave something to do for the others
-// meanwhile.
+// gradients' in them.
 bool takes_whole_values(const Args& p) {
   if (!p.fused) return false;
   constexpr double kShareOfHead = 9.0 / kWave / 2.3;
-  return p.whole_values || (p.N == 1 && p.run_chunks > 0 && fills_with_both_halves(p)) ||
-         longest_share(p) <= kShareOfHead * p.Hv;
+  return p.whole_values || longest_share(p) <= kShareOfHead * p.Hv;
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too. Passes that
@@ -86,15 +78,6 @@ bool makes_own_tiles(const Args& p) {
 // the passes take them.
 bool leaves_half_idle(const Args& p, int multiprocessors) {
   return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
-}
-
-// Whether forward passes may go through runs: where the gradients have multiprocessors to begin on, of one sequence,
-// which has its chunks' order to itself (prepare.cuh), or whose passes make their own tiles, of both halves of V.
-// Several sequences have early items without, and warm-ups would only cost them (docs/notebook/sm90_backward.md).
-bool takes_runs(const Args& p, int multiprocessors) {
-  if (p.N != 1) return false;
-  if (!makes_own_tiles(p)) return leaves_half_idle(p, multiprocessors);
-  return 4 * p.Hv <= multiprocessors && (p.whole_values || fills_with_both_halves(p));
 }
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
@@ -194,8 +177,7 @@ int32_t fastest_segment_chunks(const Args& p, int multiprocessors) {
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
   const double longest = p.cu_seqlens == nullptr ? p.per_sequence : static_cast<double>(chunks) * longest_share(p);
   // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
-  // than three quarters, the last pairs come last, or nine tenths where pairs are complete early: in runs, or of
-  // shorter sequences.
+  // than three quarters, the last pairs come last, or nine tenths where pairs of shorter sequences are complete early.
   const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
   auto after = [&](double beside, double most = 0.75) { return gradients - std::min(most * gradients, beside); };
 
@@ -211,7 +193,7 @@ int32_t fastest_segment_chunks(const Args& p, int multiprocessors) {
   } else if (!gains_by_fusing(p)) {
     const bool beside = 2.0 * fill <= 1.0;
     if (!beside) passes += 1.2 * static_cast<double>(chunks) * p.Hv / multiprocessors;
-    if (!beside || p.N == 1) most = 0.9;
+    if (!beside) most = 0.9;
   }
   double best = passes + after(idle * 0.8 * longest, most) + 14;
   int32_t best_length = 0;
@@ -258,16 +240,6 @@ int32_t choose_segment_chunks(const Args& p, int multiprocessors) {
   next = (next + 1) % kKept;
   oldest = {key, fastest_segment_chunks(p, multiprocessors)};
   return oldest.segment_chunks;
-}
-
-int32_t choose_run_chunks(const Args& p, int multiprocessors) {
-  if (!takes_runs(p, multiprocessors)) return 0;
-  // A quarter of all chunks: the first pairs are complete after an eighth of the time that the passes of one sequence
-  // take. Each run warms up for up to 8 chunks, so not shorter than 32.
-  constexpr int32_t kRuns = 4, kLeast = 32;
-  const int32_t length = std::max(kLeast, (p.chunk_bound + kRuns - 1) / kRuns);
-  const int32_t even = length + length % 2;
-  return even < p.chunk_bound ? even : 0;
 }
 
 size_t chunk_backward_workspace_size(const Args& params) {
@@ -354,8 +326,6 @@ cudaError_t launch_rounds(const Args& p, int multiprocessors, cudaStream_t strea
 
 cudaError_t launch_scan(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
   using Traits = ScanTraits;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(sm90_chunk_bwd_scan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
   const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
   return launch_chained(sm90_chunk_bwd_scan_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
                         Traits::kThreads, Traits::kBytes, stream, p, maps);
@@ -366,7 +336,6 @@ cudaError_t launch_chunk_backward(const Args& params, const Maps& maps, const Pa
   FLASH_QLA_RETURN_IF_CUDA_ERROR(count_multiprocessors(&multiprocessors));
   Args p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
-  if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;
   const bool may_be_short = p.exact_short && (p.cu_seqlens != nullptr || p.T <= 2 * kChunk);
   p.corrects_last = (p.dht.data != nullptr || may_be_short) && (p.dg.data != nullptr || p.dbeta.data != nullptr);
   if (stage.plan) {

@@ -16,15 +16,13 @@ namespace flash_qla::cuda::sm90::bwd {
 
 template <typename T>
 cudaError_t launch_make_a(const Args& p, const Maps& maps, cudaStream_t stream) {
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_make_a_kernel<T>, MakeASmem::kBytes));
-  return launch_chained(sm90_chunk_bwd_make_a_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kMakeAThreads,
-                        MakeASmem::kBytes, stream, p, maps);
+  return launch_chained(sm90_chunk_bwd_make_a_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kInverseThreads,
+                        ChunkInverse<T>::kBytes, stream, p, maps);
 }
 
 template <typename T>
 cudaError_t launch_prepare(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
   using Traits = PrepareTraits;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
   // Places in the order of find_prepare_work(): its segments may be a chunk longer than there are chunks for.
   const int64_t pieces = (static_cast<int64_t>(p.chunk_bound) + (p.segment_chunks > 0 ? p.segment_bound : 0)) * p.Hq;
   // With segments a pair is left for the rounds kernel (scan.cuh).
@@ -40,18 +38,11 @@ template <typename T, Variant kVariant>
 cudaError_t launch_states(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
   using Traits = PassTraits<kVariant>;
   const auto kernel = sm90_chunk_bwd_passes_kernel<T, kVariant>;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
   auto launch = [&](unsigned blocks, bool second_round) {
     // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
-  if (p.segment_chunks == 0) {
-    if (Traits::kFused && p.run_chunks > 0 && decay_sums_blocks(p) > 0) {
-      FLASH_QLA_RETURN_IF_CUDA_ERROR(
-          launch_chained(sm90_chunk_bwd_decay_sums_kernel<T>, decay_sums_blocks(p), kDecaySumsThreads, 0, stream, p));
-    }
-    return launch(static_cast<unsigned>(states_blocks(p)), false);
-  }
+  if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
@@ -66,7 +57,6 @@ cudaError_t launch_gradients(const Args& p, const Maps& maps, int multiprocessor
   if (p.dq.data != nullptr || p.dk.data != nullptr || p.dg.data != nullptr || p.dbeta.data != nullptr) {
     const auto kernel = p.q_inverse_norms == nullptr ? sm90_chunk_bwd_gradients_kernel<T, false>
                                                      : sm90_chunk_bwd_gradients_kernel<T, true>;
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
     const int64_t items = static_cast<int64_t>(p.pair_bound) * p.Hq, most = std::max(1, multiprocessors / 2);
     const unsigned clusters = static_cast<unsigned>(std::min(items, most));
     FLASH_QLA_RETURN_IF_CUDA_ERROR(
@@ -81,7 +71,6 @@ cudaError_t launch_gradients(const Args& p, const Maps& maps, int multiprocessor
   }
   if (!p.corrects_last) return cudaSuccess;
   constexpr uint32_t kBytes = sizeof(LastTokensMemory<T>);
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_last_tokens_kernel<T>, kBytes));
   const int clusters = std::min(p.N * p.Hv, std::max(1, multiprocessors / kSlices));
   return launch_chained<kSlices>(sm90_chunk_bwd_last_tokens_kernel<T>, static_cast<unsigned>(kSlices * clusters),
                                  kLastTokensThreads, kBytes, stream, p);

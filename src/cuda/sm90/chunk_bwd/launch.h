@@ -23,13 +23,12 @@ namespace flash_qla::cuda::sm90::bwd {
 template <unsigned kCluster = 1, typename... Parameters, typename... Arguments>
 cudaError_t launch_chained(void (*kernel)(Parameters...), unsigned blocks, int threads, uint32_t shared_bytes,
                            cudaStream_t stream, const Arguments&... args) {
+  if (shared_bytes > 0) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  }
   const LaunchConfig shape(blocks, threads, shared_bytes, stream, true, kCluster);
   return cudaLaunchKernelEx(&shape.config, kernel, args...);
-}
-
-template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
 // Which kernels to start: all of them, but for a benchmark that times each.
@@ -46,9 +45,6 @@ constexpr int32_t kLeastSegmentChunks = 12;
 // params' segment_chunks that is expected to be fastest, from shapes alone; 0: whole sequences.
 // Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
 int32_t choose_segment_chunks(const Args& params, int multiprocessors);
-
-// params' run_chunks, from shapes alone, where sequences are not cut into segments. 0 as above.
-int32_t choose_run_chunks(const Args& params, int multiprocessors);
 
 // Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A is added where the caller has none.
 size_t chunk_backward_workspace_size(const Args& params);

@@ -41,7 +41,6 @@ __global__ __launch_bounds__(PassTraits<kHalfVariant>::kThreads,
   work.steps = work.sequence.chunks();
   work.first = work.steps - 1;
   work.warmup = work.steps;  // nobody wants its tiles
-  work.before = 0;
   work.start = item.position >= 0 ? item.position : kStateZero;
   work.finish = kStateGiven;
 
@@ -53,23 +52,19 @@ __global__ __launch_bounds__(PassTraits<kHalfVariant>::kThreads,
 template <typename T>
 cudaError_t launch_link_gradients_typed(const Args& p, const Maps& maps, const LinkGradients& links,
                                         cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  int multiprocessors = 0;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(count_multiprocessors(&multiprocessors));
   if (links.A.data == nullptr) {
     const auto make_a = sm90_chunk_bwd_make_a_kernel<T, true>;
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(make_a, MakeASmem::kBytes));
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(make_a, static_cast<unsigned>(links.most_tiles), kMakeAThreads,
-                                                  MakeASmem::kBytes, stream, p, maps));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(make_a, static_cast<unsigned>(links.most_tiles), kInverseThreads,
+                                                  ChunkInverse<T>::kBytes, stream, p, maps));
   }
   const auto prepare = sm90_chunk_bwd_prepare_kernel<T, true>;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(prepare, PrepareTraits::kBytes));
   const int64_t blocks = std::min<int64_t>(multiprocessors, ceil_div(links.most_tiles, PrepareTraits::kGroups));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(prepare, static_cast<unsigned>(blocks), PrepareTraits::kThreads,
                                                 PrepareTraits::kBytes, stream, p, maps));
   using Traits = PassTraits<kHalfVariant>;
   const auto passes = sm90_chunk_bwd_link_passes_kernel<T>;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(passes, Traits::kBytes));
   return launch_chained(passes, static_cast<unsigned>(2 * links.most_items), Traits::kThreads, Traits::kBytes, stream,
                         p, maps, links.items, links.item_count);
 }

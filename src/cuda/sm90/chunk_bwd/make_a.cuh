@@ -3,37 +3,13 @@
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
-#include "cuda/sm90/common/decay_products.cuh"
-#include "cuda/sm90/common/ut_transform.cuh"
+#include "cuda/sm90/common/chunk_inverse.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
-constexpr int kMakeAThreads = 128;  // one warpgroup: it owns K K^T
-
-// UtTransform makes A diag(x) of a chunk of mild decay; here x is ones.
-template <typename T>
-struct MakeATraits {
-  using Element = T;
-  static constexpr uint32_t kGateColumnA = 0;
-  static constexpr uint32_t kGateMild = 80 * 4;
-  static constexpr uint32_t kBytesGate = 84 * 4;
-  // Of chunks that decay faster: not for use.
-  static constexpr uint32_t kGateSum = 0, kGatePair = 0, kGateRow = 0;
-};
-
-struct MakeASmem {
-  static constexpr uint32_t kK = 0;
-  static constexpr uint32_t kTile = kK + kTokensBytes;  // -M, then A: rows of 128 bytes, swizzled
-  static constexpr uint32_t kBeta = kTile + kTileBytes;
-  static constexpr uint32_t kGate = kBeta + kChunk * 4;
-  static constexpr uint32_t kBarrier = kGate + MakeATraits<__half>::kBytesGate;
-  static constexpr uint32_t kBytes = 1024 + kBarrier + 16;  // 1024: the tiles' alignment, made up by hand
-};
-
 template <typename T, bool kLinks = false>
-__global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(const Args p,
-                                                                              const __grid_constant__ Maps maps) {
-  using Transform = UtTransform<MakeATraits<T>>;
+__global__ __launch_bounds__(kInverseThreads) void sm90_chunk_bwd_make_a_kernel(const Args p,
+                                                                                const __grid_constant__ Maps maps) {
   launch_dependents();
   wait_for_predecessors();
   ChunkInfo chunk{};
@@ -54,73 +30,22 @@ __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(co
   if (chunk.valid <= 0) return;
 
   extern __shared__ uint8_t raw[];
-  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
-  const uint32_t keys = smem + MakeASmem::kK, tile = smem + MakeASmem::kTile, betas = smem + MakeASmem::kBeta;
-  const uint32_t gate = smem + MakeASmem::kGate, barrier = smem + MakeASmem::kBarrier;
-  const int thread = threadIdx.x, warp = static_cast<int>(uniform(static_cast<uint32_t>(thread) / 32));
-  const FragmentPosition at = fragment_position(thread);
-
-  if (thread < static_cast<int>(MakeATraits<T>::kBytesGate / 4)) store_shared_f1(gate + 4 * thread, 1.0f);
-  if (thread == 0) {
-    mbarrier_init(barrier, 1);
-    mbarrier_init_fence();
-    mbarrier_arrive_expect(barrier, kTokensBytes);
+  const ChunkInverse<T> inverse(raw);
+  inverse.start();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(inverse.keys_there(), kTokensBytes);
     for (int half = 0; half < 2; ++half) {
-      tma_load_5d(keys + half * kTileBytes, &maps.k, barrier, 0, chunk.token, half, key_head, chunk.batch);
+      tma_load_5d(inverse.keys(half), &maps.k, inverse.keys_there(), 0, chunk.token, half, key_head, chunk.batch);
     }
   }
-  __syncthreads();
-  mbarrier_wait(barrier, 0);
-  if (chunk.valid < kChunk) {
-    zero_tail_rows(keys, 2, chunk.valid, thread);
-    __syncthreads();
-  }
-  float kkt[32];
-  start_product<T>(kkt, uniform_descriptor(keys), uniform_descriptor(keys));
-  wgmma_wait<0>();
-  pin(kkt);
-
-  const int members = kLinks ? 1 : p.group;
-  for (int head = first_head; head < first_head + members; ++head) {
-    if (thread < kChunk) {
-      const bool inside = thread < chunk.valid;
-      store_shared_f1(betas + thread * 4,
-                      !inside ? 0.0f
-                      : p.beta.data == nullptr
-                          ? 1.0f
-                          : load_element(p.beta, row_offset(p.beta, chunk.batch, chunk.token + thread, head)));
-    }
-    __syncthreads();
-    const float beta0 = load_shared_f1(betas + 4 * at.row), beta1 = load_shared_f1(betas + 4 * at.row + 32);
-    store_kkt<true>(kkt, beta0, beta1, tile, at);
-    __syncthreads();
-    if (warp < 2) {
-      Transform::solve_pair(tile, warp, at.lane);
-    } else {
-      store_kkt<false>(kkt, beta0, beta1, tile, at);
-    }
-    __syncthreads();
-    const auto meet = [](bool waits) {
-      if (waits) {
-        named_barrier_sync(1, kMakeAThreads);
-      } else {
-        named_barrier_arrive(1, kMakeAThreads);
-      }
-    };
-    Transform::finish_by_four(tile, gate, gate, gate + MakeATraits<T>::kGateMild, warp, at.lane, meet,
-                              [](auto, float) {});
-    __syncthreads();
-    for (int piece = thread; piece < chunk.valid * 8; piece += kMakeAThreads) {
-      const int row = piece / 8, column = piece % 8;  // of 8 elements
-      uint16_t* to =
-          static_cast<uint16_t*>(p.A.data) + row_offset(p.A, chunk.batch, chunk.token + row, head) + column * 8;
-      // Right of the diagonal blocks of 32 the tile holds what A was made from.
-      *reinterpret_cast<uint4*>(to) = row < 32 && column >= 4
-                                          ? make_uint4(0, 0, 0, 0)
-                                          : load_shared_u4(tile + row * 128 + ((column ^ (row & 7)) << 4));
-    }
-    __syncthreads();
-  }
+  const auto beta = [&](int token, int head) {
+    return p.beta.data == nullptr ? 1.0f
+                                  : load_element(p.beta, row_offset(p.beta, chunk.batch, chunk.token + token, head));
+  };
+  const auto row = [&](int token, int head) {
+    return static_cast<uint16_t*>(p.A.data) + row_offset(p.A, chunk.batch, chunk.token + token, head);
+  };
+  inverse.make(0, chunk.valid, first_head, kLinks ? 1 : p.group, beta, row);
 }
 
 }  // namespace flash_qla::cuda::sm90::bwd

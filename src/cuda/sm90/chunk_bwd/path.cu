@@ -116,7 +116,6 @@ size_t plan_segments(const flash_qla_options& options, Args* params) {
   if (options.cp_mode != FLASH_QLA_CP_AUTO) return whole;  // whole sequences are planned from nothing but themselves
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, options.device_index);
   if (multiprocessors == 0) return whole;
-  params->run_chunks = choose_run_chunks(*params, multiprocessors);
   const auto choose = [&](const Args& of) {
     return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
   };

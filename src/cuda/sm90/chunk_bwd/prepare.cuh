@@ -23,36 +23,6 @@ __device__ __forceinline__ uint32_t outer_first(uint32_t turn, uint32_t units, u
   return piece * length + (step % 2 == 0 ? step / 2 : length - 1 - step / 2);
 }
 
-// The turn-th chunk of a sequence that forward passes go through in runs of `length`, the last run first, or as a whole
-// (segments.cuh). First what reverse passes begin with, then the windows before the runs, which tell which of the two.
-// Then by threes two of what the passes meet in, the last two thirds of the runs, the last one first, each from both
-// ends, and one of what forward passes over the whole begin with.
-__device__ __forceinline__ uint32_t runs_first(uint32_t turn, uint32_t length, uint32_t total) {
-  constexpr uint32_t kWindow = kMostWarmup;  // and so many for reverse passes
-  const uint32_t edges = (total - 1) / length, core = length - kWindow;
-  uint32_t first = edges * length, count = total - first;
-  const uint32_t start = min(count, kWindow);
-  if (turn < start) return total - 1 - turn;
-  turn -= start;
-  count -= start;
-  if (turn < kWindow * edges) {
-    const uint32_t before = turn / edges;
-    return (turn - before * edges + 1) * length - 1 - before;
-  }
-  turn -= kWindow * edges;
-  const uint32_t third = turn / 3, part = turn - third * 3, low = edges / 3 * core;
-  if (third < low && part == 2) return third / core * length + third % core;
-  uint32_t place = third < low ? 2 * third + part : turn - low;
-  if (place >= count) {
-    place -= count;
-    count = core;
-    const uint32_t run = place / core;
-    place -= run * core;
-    first -= (run + 1) * length;
-  }
-  return first + (place % 2 == 0 ? count - 1 - place / 2 : place / 2);
-}
-
 struct PrepareTraits {
   static constexpr int kGroups = 4;          // warpgroups of a block
   static constexpr int kGroupThreads = 128;  // they own the 64 x 64 products
@@ -101,8 +71,7 @@ __device__ __forceinline__ PrepareWork find_prepare_work(const Args& p, uint32_t
   }
   for (; *at < places; *at += step) {
     const uint32_t turn = *at / heads;
-    const uint32_t slot = p.run_chunks > 0 ? runs_first(turn, static_cast<uint32_t>(p.run_chunks), total)
-                                           : outer_first(turn, units, total);
+    const uint32_t slot = outer_first(turn, units, total);
     if (slot >= total) continue;
     const int offset = static_cast<int>(slot) * kChunk;
     const ChunkInfo chunk = p.N == 1 ? ChunkInfo{only.token + offset, min(kChunk, only.length - offset), 0, 0}
@@ -128,7 +97,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   // Of one sequence a block knows its first pieces by itself and makes them while the plan kernel runs: it waits before
   // it writes to memory. What came before that kernel has ended when it begins.
   const bool starts_early = p.N == 1 && !p.makes_A;
-  const bool tells_growth = p.segment_chunks > 0 || p.run_chunks > 0;
+  const bool tells_growth = p.segment_chunks > 0;
   if (!starts_early) wait_for_predecessors();
   using Traits = PrepareTraits;
   extern __shared__ uint8_t raw_smem[];
@@ -303,58 +272,6 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     }
   }
   wait_for_predecessors();  // who had no work at all
-}
-
-// How fast states decay, and how much they may grow, over the chunks of the windows before the runs of a forward pass
-// (segments.cuh), where the kernel above is not there to tell: of one sequence whose passes make their own tiles.
-constexpr int kDecaySumsThreads = 2 * kChunk;
-
-inline unsigned decay_sums_blocks(const Args& p) {
-  const int edges = (p.chunk_bound - 1) / p.run_chunks;
-  return static_cast<unsigned>(edges * kMostWarmup * p.Hq);
-}
-
-// A block a chunk of a window and key head, two threads a token. The kernel after it is launched when it has ended, so
-// that clusters of that one find whole pairs of multiprocessors.
-template <typename T>
-__global__ __launch_bounds__(kDecaySumsThreads) void sm90_chunk_bwd_decay_sums_kernel(const Args p) {
-  const int key_head = static_cast<int>(blockIdx.x) % p.Hq, place = static_cast<int>(blockIdx.x) / p.Hq;
-  const int c = (place / kMostWarmup + 1) * p.run_chunks - 1 - place % kMostWarmup;
-  const SequenceInfo sequence = sequence_info(p, 0);
-  if (c < sequence.chunks()) {
-    const ChunkInfo chunk = {sequence.token + c * kChunk, min(kChunk, sequence.length - c * kChunk), 0, 0};
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = thread / 2;
-    float square = 0.0f;
-    if (row < chunk.valid) {
-      const auto* key =
-          reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.k.data) +
-                                         row_offset(p.k, 0, chunk.token + row, key_head) + thread % 2 * (kHeadDim / 2));
-#pragma unroll
-      for (int piece = 0; piece < 8; ++piece) add_squares<T>(square, key[piece]);
-    }
-    square += __shfl_xor_sync(0xffffffffu, square, 1);
-    __shared__ float betas[kChunk], sums[kDecaySumsThreads / 32 + 1];
-    for (int head = key_head * p.group; head < (key_head + 1) * p.group; ++head) {
-      if (warp == 0) {
-        const Gates gates = make_gates(p, load_gates(p, chunk, head, lane), chunk.valid, lane);
-        if (lane == 31) sums[kDecaySumsThreads / 32] = gates.cumsum.y / kLog2e;
-        betas[2 * lane] = gates.beta.x;
-        betas[2 * lane + 1] = gates.beta.y;
-      }
-      __syncthreads();
-      const float factor = fabsf(1.0f - betas[row] * square);
-      // NaN stays; an odd thread has its neighbour's row.
-      const float growth = warp_sum(factor <= 1.0f || thread % 2 == 1 ? 0.0f : logf(factor));
-      if (lane == 0) sums[warp] = growth;
-      __syncthreads();
-      if (thread == 0) {
-        const int64_t tile = static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
-        p.log_decay_sums[tile] = sums[4] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
-      }
-    }
-    if (thread == 0) p.prepared[static_cast<int64_t>(sequence.first_slot + c) * p.Hq + key_head] = 1;
-  }
-  wait_for_predecessors();  // who comes after this one waits for this one alone
 }
 
 }  // namespace flash_qla::cuda::sm90::bwd

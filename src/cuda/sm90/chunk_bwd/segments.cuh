@@ -9,12 +9,6 @@
 //             dS_out = M^T dS_in + R, with one M for both. A first round of passes makes F, R (from zeros) and M (from
 //             the identity, without values), the combination below the states at the edges, and a second round starts
 //             there.
-//
-// Runs: where sequences are not cut, but multiprocessors are idle, a forward pass over a head that forgets need not
-// begin at the start. It goes through the last piece of the sequence first, then through the one before, each from a
-// warm-up as above. The reverse pass comes from the end, so that both have been over the sequence's last pairs of
-// chunks after an eighth of their time (of four runs), not half of it, and the gradients begin. A piece whose edge
-// wants the exact way is of one run with the piece before.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"

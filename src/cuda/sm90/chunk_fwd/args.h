@@ -96,13 +96,6 @@ struct Args {
 };
 static_assert(std::is_trivially_copyable_v<Args>);
 
-// How blocks find their sequences by themselves.
-enum class SequenceOrder : int32_t {
-  kGiven = 0,    // in the given order, items round robin
-  kOneItem = 1,  // likewise, with offsets and one item at most
-  kSorted = 2,   // up to kMostSorted with offsets, longest first
-};
-
 struct KernelArgs {
   CUtensorMap q, k, v, o;
   CUtensorMap h;  // of kernels with kStoresHByTma
@@ -116,23 +109,18 @@ struct KernelArgs {
   void* transitions;
   const Scan* scans;
   PlanCounters* counters;
-  PlanStart* start;
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
   // initial state; null elsewhere.
   uint32_t* readers;
   const SequenceSpan* plan;  // [N] longest first; null: blocks look themselves
-  SequenceOrder order;       // without a plan and a list
-  // Items given out beyond the first of each block; null: they go by their numbers, or are assigned (kSorted).
+  int32_t one_item;          // with offsets: blocks have an item at most, and find its sequence themselves
+  // Items given out beyond the first of each block; null: they go by their numbers.
   uint32_t* ticket;
   // Where lengths are looked at first, 0 there: the uncut kernel does the work, else that of the lists. Null: no
   // such question.
   const int32_t* cut;
-  int32_t items;     // N * Hv
-  int32_t followed;  // 1: a kernel of the same call comes after this one, and may start beside it
-  // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which load warps bring them
-  // (PrefetchedState). At the end, so that kernels that know nothing of it find the rest where they do.
-  int32_t prefetched_initial;
-  CUtensorMap initial;
+  int32_t items;       // N * Hv
+  int32_t followed;    // 1: a kernel of the same call comes after this one, and may start beside it
   CUtensorMap a;       // of kernels with kSavesA
   int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };
@@ -142,28 +130,18 @@ struct Kernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;              // of 64 rows of V
-  int32_t blocks;                    // that work on an item together: a cluster
-  bool takes_slots = false;          // without a planner: its blocks look for skipped sequences themselves
-  bool prefetches_state = false;     // initial states come by the copy engine where it can read them (PrefetchedState)
-  const void* after_plan = nullptr;  // the function that goes after a plan, if that is another one
+  int32_t state_groups;      // of 64 rows of V
+  int32_t blocks;            // that work on an item together: a cluster
+  bool takes_slots = false;  // without a planner: its blocks look for skipped sequences themselves
 };
 
-Kernel one_cta_bf16();
-Kernel one_cta_save_a_bf16();
-Kernel one_cta_save_h_bf16();
-Kernel one_cta_save_bf16();
-Kernel two_cta_bf16();
-Kernel two_cta_save_bf16();
-Kernel segment_states_bf16();
-Kernel link_states_bf16();
-Kernel one_cta_fp16();
-Kernel one_cta_save_a_fp16();
-Kernel one_cta_save_h_fp16();
-Kernel one_cta_save_fp16();
-Kernel two_cta_fp16();
-Kernel two_cta_save_fp16();
-Kernel segment_states_fp16();
-Kernel link_states_fp16();
+Kernel one_cta(DType type);
+Kernel one_cta_save(DType type);
+Kernel one_cta_save_a(DType type);
+Kernel one_cta_save_h(DType type);
+Kernel two_cta(DType type);
+Kernel two_cta_save(DType type);
+Kernel segment_states(DType type);
+Kernel link_states(DType type);
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -27,9 +27,6 @@ inline constexpr int kFromCutState = 16;  // slot_in is a state at a cut
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;    // slot_out is a transition's, else (kStateOnly) a state at a cut
 inline constexpr int kCountedReader = 128;  // its item starts from an initial state that is counted in `readers`
-// The item's initial state comes through stages of later chunks (PrefetchedState); two bits more count such items.
-inline constexpr int kPrefetchedState = 2048;
-inline constexpr int kPrefetchedCountShift = 12;
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkDescriptor {
@@ -70,39 +67,10 @@ struct alignas(16) QueueProducer {
   int32_t items;      // how many there are; of a list which parts of it still have some
   int32_t warmup;     // chunks of the item not yet produced that leave nothing behind
   int32_t opened;     // items so far, also such as had nothing to do where there is no list
-  union {
-    int32_t waits;       // of a list: the last item was taken before the states at cuts that it waits for were there
-    int32_t prefetched;  // else: items with kPrefetchedState so far
-  };
+  int32_t waits;      // of a list: the last item was taken before the states at cuts that it waits for were there
   ChunkEnd end;
 };
 static_assert(sizeof(QueueProducer) == 80);
-
-// Three quarters of the initial state of the item that starts with chunk m, K by K, come by the copy engine into stages
-// of later chunks, which are loaded when the state has been read. All are free a step before the item
-// starts: what they will hold is needed a step after that, or later. By single words from memory the same would keep
-// the paths of the state groups' loads busy for the time of a step, of all SMs at once where lengths are equal.
-template <typename Traits>
-struct PrefetchedState {
-  static constexpr int kQuarters = 3;
-  static constexpr uint32_t kBytesQuarter = kHeadDim * kHeadDim;  // of floats
-
-  uint32_t number;  // of such items in the stream, modulo 4
-  explicit __device__ PrefetchedState(int32_t flags)
-      : number(static_cast<uint32_t>(flags) >> kPrefetchedCountShift & 3) {}
-
-  // The chunks, ahead of m, whose V and Q, and K, are late.
-  static constexpr uint32_t kLateV = 1, kLateQ = 1, kLateK = 3;
-  static __device__ uint32_t stage(int quarter, uint32_t m) {
-    return quarter == 0   ? Traits::TilesV::tile(m + kLateV)
-           : quarter == 1 ? Traits::TilesK::tile(m + kLateK)
-                          : Traits::TilesQ::tile(m + kLateQ);
-  }
-  // Two of each: of items of a chunk the next one's quarters are under way before this one's are there.
-  __device__ uint32_t full() const { return Traits::FullState::barrier(number); }
-  __device__ uint32_t free() const { return Traits::FreeState::barrier(number); }
-  __device__ uint32_t parity() const { return number >> 1; }
-};
 
 // What the producer warps share: a chunk's descriptor and stages, and what they wait for.
 template <typename Traits>

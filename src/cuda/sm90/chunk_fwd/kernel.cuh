@@ -83,10 +83,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
     for (int i = 0; i < Traits::kStagesQ; ++i) {
       Traits::FreeQ::init(i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
     }
-    for (int i = 0; i < Traits::kStates; ++i) {
-      Traits::FullState::init(i, 1);
-      Traits::FreeState::init(i, 4 * kWarpArrivals * Traits::kStateGroups);
-    }
     if constexpr (Traits::kStoresHByTma) mbarrier_init(smem() + Traits::kFreeH, 1);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
@@ -127,8 +123,7 @@ Kernel describe_kernel() {
           Traits::kSmemBytes,
           Traits::kStateGroups,
           Traits::kClusterCtas,
-          Traits::kEndsAtCheckpoints,
-          kPrefetchesState<Traits>};
+          Traits::kEndsAtCheckpoints};
 }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -15,8 +15,8 @@
 namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
-using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longest, cp::clusters_pay, cp::estimate_plan,
-    cp::shares_pay, cp::plan_capacity, cp::uncut_time, cp::choice_table;
+using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longest, cp::estimate_plan, cp::shares_pay,
+    cp::plan_capacity, cp::uncut_time, cp::choice_table;
 using cp::kForcedSpacing, cp::kInvariantSpacing, cp::kLeastOfEqual, cp::kMinSpacing, cp::kMostByLengths, cp::kMostLoss,
     cp::kChunk, cp::kItemsPerSmUncut;
 using cp::lay_out_plan, cp::launch_carried, cp::launch_plan;
@@ -32,13 +32,6 @@ bool one_item_to_a_queue(const Kernel& kernel, int items, int sms) { return item
 // by most.
 bool needs_planner(const Args& args, const Kernel& kernel) {
   return (has_slots(args) && !kernel.takes_slots) || args.h != nullptr;
-}
-
-// Whether blocks deal the items of few sequences among themselves, without tickets: each goes through about so many
-// rounds for every sequence, some 0.1 us each, mostly before the kernel before has ended.
-bool assigns_statically(int items, int sequences, int queues) {
-  constexpr int kMostRounds = 48;
-  return (items + queues - 1) / queues * sequences <= kMostRounds && items <= UINT16_MAX;
 }
 
 // The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
@@ -68,32 +61,15 @@ bool encode_a(CUtensorMap* map, const Args& args) {
   return encode_map(map, args.type, args.a, args.num_tokens, heads, heads * kChunk, kChunk, 1);
 }
 
-// The initial states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
-// rows of 128 bytes, swizzled. False: they are of other kinds, or lie as the copy engine cannot read them.
-bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t sequences, int64_t heads) {
-  if (set.data == nullptr || set.type != DType::kFloat32) return false;
-  const cuuint64_t sizes[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(heads),
-                               static_cast<cuuint64_t>(set.indices != nullptr ? set.slots : sequences)};
-  const cuuint64_t strides[4] = {kHeadDim * 4, 32 * 4, static_cast<cuuint64_t>(set.head_stride) * 4,
-                                 static_cast<cuuint64_t>(set.slot_stride) * 4};
-  const cuuint32_t box[5] = {32, v_first ? 128u : 32u, v_first ? 1u : 4u, 1, 1};
-  return encode_tensor_map(map, DType::kFloat32, set.data, sizes, strides, box) == cudaSuccess;
-}
-
 // Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
 enum class SavedStates { kNone, kSome, kAll };
 
 // variant: not kAuto. saves_a: saves_a_itself().
 Kernel choose_kernel(DType type, Variant variant, SavedStates saved, bool saves_a = false) {
-  const bool half = type == DType::kFloat16;
-  if (variant == Variant::kTwoCta) {
-    if (saved == SavedStates::kNone) return half ? two_cta_fp16() : two_cta_bf16();
-    return half ? two_cta_save_fp16() : two_cta_save_bf16();
-  }
-  if (saves_a) return half ? one_cta_save_a_fp16() : one_cta_save_a_bf16();
-  if (saved == SavedStates::kAll) return half ? one_cta_save_h_fp16() : one_cta_save_h_bf16();
-  if (saved == SavedStates::kSome) return half ? one_cta_save_fp16() : one_cta_save_bf16();
-  return half ? one_cta_fp16() : one_cta_bf16();
+  if (variant == Variant::kTwoCta) return saved == SavedStates::kNone ? two_cta(type) : two_cta_save(type);
+  if (saves_a) return one_cta_save_a(type);
+  if (saved == SavedStates::kAll) return one_cta_save_h(type);
+  return saved == SavedStates::kSome ? one_cta_save(type) : one_cta(type);
 }
 
 // A step of a cluster of two takes about this share of a whole item's (measured: docs/notebook/sm90_forward.md).
@@ -137,7 +113,7 @@ cudaError_t launch_items_of(const Kernel& kernel, KernelArgs params, int items, 
 }  // namespace
 
 cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cudaStream_t stream) {
-  const Kernel kernel = args.type == DType::kFloat16 ? link_states_fp16() : link_states_bf16();
+  const Kernel kernel = link_states(args.type);
   KernelArgs params{};
   params.args = args;
   params.args.q = args.k;  // where there are no gates any mapped address is read (load_gates())
@@ -161,11 +137,9 @@ namespace {
 // What decide() answers, and for whom.
 struct DecidedCall {
   Decision decision{false, ""};
-  bool uncut_shared = false;  // the gates may be such that nothing is cut, by several SMs to a head
   int32_t least_longest = 0;  // the lengths may be such that nothing is cut: see least_longest()
   CutSpacing cut_spacing{};   // of equal lengths, and choices
   ChoiceTable choices{};
-  bool by_pairs = false;  // the kernel after is that of TPCs, and may get what waits for states at cuts
 };
 
 Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
@@ -179,8 +153,7 @@ Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
 //   classify -> list -> [states at cuts of carried heads ->] segment states and scan -> outputs
 // The last one begins with items that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call that
-// is not cut, which finds its items if nothing is to be cut. Where the gates decide and several SMs would share a head,
-// a kernel that does so is the last, with a list.
+// is not cut, which finds its items if nothing is to be cut.
 cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, const Kernel& kernel,
                        const Kernel& uncut_kernel, int sms, const Carry& carry, cudaStream_t stream) {
   const Args& args = params.args;
@@ -188,15 +161,12 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   split.args = args;
   split.capacity = capacity_of(args, sms, carry);
   split.carry = carry;
-  split.uncut_shared = decided.uncut_shared;
   const bool lengths_first = decided.least_longest != 0;
   split.least_longest = decided.least_longest;
   split.zero_fill_blocks = args.cu_seqlens != nullptr && !lengths_first ? kZeroFillBlocks : 0;
   split.costs = Costs(args.num_key_heads, args.num_value_heads);
   split.expected_cut_spacing = decided.cut_spacing;
   split.choice_table = decided.choices;
-  int32_t& all_exact = split.choice_table.all_exact;
-  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) all_exact = 0;
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_plan(args, split.capacity, args.workspace, &split.workspace);
@@ -230,7 +200,6 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.scans = split.workspace.scans;
   items.counters = counters;
   PlanStart* start = split.workspace.start;
-  items.start = start;
   items.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
   items.cut = lengths_first ? split.workspace.cut : nullptr;
   items.list = split.workspace.state_items;
@@ -238,22 +207,14 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.tickets = &start->states;
   items.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (queue_first_chunks())
   // The planner holds an SM: with a block for that one too, the kernel after this one could not start before it ends.
-  error = launch_items_of(args.type == DType::kFloat16 ? segment_states_fp16() : segment_states_bf16(), items,
-                          std::max(sms - 1, 1), sms, stream);
+  error = launch_items_of(segment_states(args.type), items, std::max(sms - 1, 1), sms, stream);
 
   items.followed = params.followed;
   items.list = split.workspace.output_items;
   items.sizes = &counters->outputs;
   items.tickets = &start->outputs;
   if (error == cudaSuccess) error = launch_items_of(kernel, items, sms, sms, stream);
-  if (error != cudaSuccess || !decided.uncut_shared) return error;
-  items.sizes = &counters->halves;
-  items.tickets = &start->halves;
-  // A cluster to each item, or more than find one.
-  const int32_t segments = std::max(all_exact, 2);
-  Kernel after = uncut_kernel;
-  if (after.after_plan != nullptr) after.function = after.after_plan;
-  return launch_items_of(after, items, items.items * (segments - 1), sms, stream);
+  return error;
 }
 
 // carries: links of the same tokens have left what a part's heads go on from.
@@ -274,7 +235,6 @@ DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   if (forced || args.split == Mode::kInvariant) {
     return {{true, forced ? "cut wherever it is possible, as forced"
                           : "each sequence cut by its own length; its gates decide on the device"},
-            false,
             0,
             choose_cut_spacing(args.split, forced, equal, heads, sms, costs)};
   }
@@ -287,16 +247,11 @@ DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   const PlanEstimate unequal = vary ? estimate_plan(one_long, heads, sms, costs, false) : PlanEstimate{};
   // Where unequal lengths would gain, equal ones need not.
   if (estimate.pays() || (unequal.pays() && estimate.pays(kLeastOfEqual))) {
-    const bool may_share = shares_pay(items, sms), uncut_shared = may_share && !estimate.surely();
-    const bool by_pairs = may_share && clusters_pay(equal, estimate, heads, uncut_shared, sms, costs);
-    const bool shared = uncut_shared || by_pairs;
     return {{true, dense ? "the items leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
-            shared,
             0,
             estimate.cut_spacing,
-            choice_table(equal, estimate.cut_spacing, heads, shared, sms, costs, by_pairs),
-            by_pairs};
+            choice_table(equal, estimate.cut_spacing, heads, sms, costs)};
   }
   // The sequence that goes on on another card may be the long one, and its heads' states at cuts cost next to nothing.
   if (carries && unequal.pays()) {
@@ -307,9 +262,7 @@ DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   if (unequal.pays() && args.num_sequences <= kMostByLengths &&
       reading <= kMostLoss * uncut_time(equal, heads, sms, costs)) {
     if (const int32_t least = least_longest(chunks, args.num_sequences, heads, sms, costs); least > 0) {
-      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
-              false,
-              least};
+      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"}, least};
     }
   }
   return {{false, "the items fill the card's waves, or a split would gain too little"}};
@@ -433,10 +386,6 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
-  if (kernel.prefetches_state) {
-    params.prefetched_initial =
-        encode_states(&params.initial, args.initial, args.state_v_first, args.num_sequences, args.num_value_heads);
-  }
   // h's matrices as rows of two halves, sent in boxes of 64 rows.
   if (args.h != nullptr && args.h_rows > 0 &&
       !encode_map(&params.h, args.type, args.h, kHeadDim, args.h_rows * args.num_value_heads, kHeadDim,
@@ -446,29 +395,19 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
   if (saves_a && !encode_a(&params.a, args)) return cudaErrorInvalidValue;
   if (decided.decision.planned) {
     const Kernel cut_kernel = choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved);
-    const bool by_pairs = variant == Variant::kAuto && decided.by_pairs;
-    const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved) : kernel;
-    if (carry.chains == nullptr) return launch_cut(params, decided, cut_kernel, after, sms, carry, stream);
-    // What carried heads start from is there: none of the questions that may find that nothing is to be cut.
+    if (carry.chains == nullptr) return launch_cut(params, decided, cut_kernel, kernel, sms, carry, stream);
+    // What carried heads start from is there: not the question that may find that nothing is to be cut.
     DecidedCall of_carry = decided;
-    of_carry.uncut_shared = false;
     of_carry.least_longest = 0;
-    return launch_cut(params, of_carry, cut_kernel, after, sms, carry, stream);
+    return launch_cut(params, of_carry, cut_kernel, kernel, sms, carry, stream);
   }
   if (args.cu_seqlens != nullptr) {
-    const int queues = count_queues(kernel, params.items, sms);
-    // With an item to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
-    // around the sequences, too, but not rows of h, and most kernels not those of skipped ones.
-    const bool one_item = one_item_to_a_queue(kernel, params.items, sms);
-    if (needs_planner(args, kernel) || !(one_item || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+    // With an item to a block at most there is nothing to sort. Blocks then clear around the sequences, too, but not
+    // rows of h, and most kernels not those of skipped ones.
+    params.one_item = one_item_to_a_queue(kernel, params.items, sms) && !needs_planner(args, kernel);
+    if (params.one_item == 0) {
       error = launch_sequence_order(args, stream);
       place_sorted_sequences(args.workspace, &params);
-    } else {
-      params.order = one_item ? SequenceOrder::kOneItem : SequenceOrder::kSorted;
-      if (!one_item && !assigns_statically(params.items, args.num_sequences, queues)) {
-        params.ticket = static_cast<uint32_t*>(args.workspace);
-        error = launch_reset_ticket(params.ticket, stream);
-      }
     }
     if (error != cudaSuccess) return error;
   }
@@ -482,10 +421,9 @@ cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t
                   args.num_value_heads > 0;
   const cudaError_t error = launch_states_and_outputs(args, variant, &training, carry, stream);
   if (error != cudaSuccess || !training) return error;
-  SaveAArgs inverse{{}, {}, args};
+  SaveAArgs inverse{{}, args};
   if (!encode_map(&inverse.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
-                  args.k_head_stride, 2) ||
-      (args.a != nullptr && !encode_a(&inverse.a, args))) {
+                  args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
   return launch_save_a(inverse, stream);

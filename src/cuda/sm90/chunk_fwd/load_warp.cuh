@@ -48,28 +48,6 @@ struct LoadWarp : WarpRole<Traits> {
     tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, 0, c.head);
   }
 
-  // A quarter of the initial state of the work item that chunk m begins, into the free stage that takes it.
-  using Staged = PrefetchedState<Traits>;
-  __device__ void load_quarter(uint32_t m, int quarter) const {
-    const ChunkDescriptor& c = descriptor(m);
-    const Staged state(c.flags);
-    if (quarter == 0) mbarrier_arrive_expect(state.full(), Staged::kQuarters * Staged::kBytesQuarter);
-    const bool v_first = p.args.state_v_first;  // then its rows are V, and blocks of 32 floats K
-    tma_load_5d(Staged::stage(quarter, m), &p.initial, state.full(), 0, v_first ? 0 : 32 * quarter,
-                v_first ? quarter : 0, c.head, static_cast<int32_t>(c.slot_in));
-  }
-  // What the stages were to hold, once the state groups have the state.
-  __device__ void load_late(uint32_t m) const {
-    const Staged state(descriptor(m).flags);
-    mbarrier_wait(state.free(), state.parity());
-    const Rows next = rows(m + Staged::kLateV);
-    if (this->lane() == 0) {
-      load_k(m + Staged::kLateK, rows(m + Staged::kLateK));
-      load_q(m + Staged::kLateQ, next);
-    }
-    if (kAllLanesArriveForV || this->lane() == 0) load_v(m + Staged::kLateV, next);
-  }
-
   // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand. Where a chunk ends earlier, at a
   // listed token, the rows after it are those of the next chunks, whose O is not sent before this one is in memory.
   __device__ void store_o(uint32_t m) const {
@@ -135,42 +113,20 @@ struct LoadWarp : WarpRole<Traits> {
     __syncwarp();
   }
 
-  // Whether a chunk begins a work item with kPrefetchedState.
-  __device__ bool prefetched(uint32_t m) const {
-    if constexpr (!kPrefetchesState<Traits>) return false;
-    const ChunkDescriptor& c = descriptor(m);
-    return c.valid >= 0 && (c.flags & kPrefetchedState) != 0;
-  }
   // The chunks ahead of the one at hand.
   struct Ahead {
     Rows next2, next3, next4;  // of chunks m + 2, m + 3 and m + 4
-    uint32_t
-        prefetched;  // the first one from m + 1 on, as far as is known, that begins a work item with kPrefetchedState
   };
-  static constexpr uint32_t kNone = 0xffffffffu;
 
-  // kEdge: such an item begins with one of the next two chunks, whose state takes the place of other loads.
-  template <bool kEdge>
   __device__ __forceinline__ void step(uint32_t m, Ahead& ahead) const {
-    const bool prefetched1 = kEdge && prefetched(m + 1),
-               prefetched2 = kEdge && ahead.next2.valid >= 0 && prefetched(m + 2);
     Traits::FreeQ::wait(m);
-    if (this->lane() == 0) {
-      if (prefetched1) {
-        load_quarter(m + 1, 2);
-      } else {
-        load_q(m + 2, ahead.next2);
-      }
-    }
+    if (this->lane() == 0) load_q(m + 2, ahead.next2);
     if constexpr (Traits::kSavesA) send_a(m);
     // What is asked for next is read while there is time.
     Rows next5{0, -1, 0, 0};
     if (ahead.next3.valid >= 0) {
       mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
-      if (ahead.next4.valid >= 0) {
-        next5 = rows(m + 5);
-        if (prefetched(m + 5)) ahead.prefetched = min(ahead.prefetched, m + 5);
-      }
+      if (ahead.next4.valid >= 0) next5 = rows(m + 5);
     }
     if constexpr (Traits::kSavesA) {
       // The chunk's end gives A's tile back, too.
@@ -180,24 +136,13 @@ struct LoadWarp : WarpRole<Traits> {
     // K before O and V: the products wait for it first, and V, which O's way out of its stage is waited for, has a step
     // more.
     this->wait_done(m);
-    static_assert(Traits::kStagesK == 5 || (Traits::kStagesK == 4 && !kPrefetchesState<Traits>));
-    if (this->lane() == 0) {
-      if (prefetched2) {
-        load_quarter(m + 2, 1);
-      } else {
-        load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : ahead.next4);
-      }
-    }
+    static_assert(Traits::kStagesK == 5 || Traits::kStagesK == 4);
+    if (this->lane() == 0) load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : ahead.next4);
     store_o(m);
-    if (prefetched2 && this->lane() == 0) {
-      tma_store_wait_read();
-      load_quarter(m + 2, 0);
-    }
-    if (ahead.next3.valid >= 0 && !prefetched2 && (kAllLanesArriveForV || this->lane() == 0)) {
+    if (ahead.next3.valid >= 0 && (kAllLanesArriveForV || this->lane() == 0)) {
       tma_store_wait_read();
       load_v(m + 3, ahead.next3);
     }
-    if (prefetched1) load_late(m + 1);
     ahead.next2 = ahead.next3;
     ahead.next3 = ahead.next4;
     ahead.next4 = next5;
@@ -206,52 +151,26 @@ struct LoadWarp : WarpRole<Traits> {
 
   __device__ void run() const {
     if (descriptor(0).valid < 0) return;
-    const bool prefetched0 = prefetched(0), prefetched1 = prefetched(1);
     if (this->lane() == 0) {
 #pragma unroll 1
       for (uint32_t m = 0; m < Traits::kStagesK; ++m) {
         const Rows c = rows(m);
         if (c.valid < 0) break;
-        if (!(prefetched0 && m == Staged::kLateK) && !(prefetched1 && m == 1 + Staged::kLateK)) load_k(m, c);
-        if (m == 0 || (m == 1 && !prefetched0)) load_q(m, c), load_v(m, c);
+        load_k(m, c);
+        if (m < 2) load_q(m, c), load_v(m, c);
       }
-      if (prefetched0) {
-#pragma unroll 1
-        for (int quarter = 0; quarter < Staged::kQuarters; ++quarter) load_quarter(0, quarter);
-      }
-      // Its stages are free as well: V of chunk 2 has not been asked for.
-      if (prefetched1) load_quarter(1, 0), load_quarter(1, 1);
     } else if (kAllLanesArriveForV) {
       load_v(0, rows(0));
-      if (!prefetched0) load_v(1, rows(1));
+      load_v(1, rows(1));
     }
-    if (prefetched0) load_late(0);
     // V arrives on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
-    if (!prefetched1 && (kAllLanesArriveForV || this->lane() == 0)) load_v(2, rows(2));
-    Ahead ahead{rows(2), rows(3), rows(4), kNone};
+    if (kAllLanesArriveForV || this->lane() == 0) load_v(2, rows(2));
+    Ahead ahead{rows(2), rows(3), rows(4)};
     if (ahead.next2.valid < 0) ahead.next3.valid = -1;
     if (ahead.next3.valid < 0) ahead.next4.valid = -1;
-    // What is done at the edges of such items alone lies outside of the loop over the other chunks, whose code so lies
-    // in one piece.
-    uint32_t m = 0;
-    if constexpr (!kPrefetchesState<Traits>) {
 #pragma unroll 1
-      for (; descriptor(m).valid >= 0; ++m) step<false>(m, ahead);
-    }
-#pragma unroll 1
-    while (kPrefetchesState<Traits> && descriptor(m).valid >= 0) {
-      ahead.prefetched = kNone;
-#pragma unroll 1
-      for (uint32_t n = m + 1; n <= m + 4 && descriptor(n).valid >= 0 && ahead.prefetched == kNone; ++n) {
-        if (prefetched(n)) ahead.prefetched = n;
-      }
-#pragma unroll 1
-      for (; ahead.prefetched - m > 2 && descriptor(m).valid >= 0; ++m) step<false>(m, ahead);
-      if (descriptor(m).valid < 0) break;
-      step<true>(m, ahead);
-      ++m;
-    }
+    for (uint32_t m = 0; descriptor(m).valid >= 0; ++m) step(m, ahead);
     if (this->lane() == 0) tma_store_wait_all();
   }
 };

@@ -23,7 +23,7 @@ struct ProductWarpgroup : WarpRole<Traits> {
   using Base::p;
   using Base::thread;
   static constexpr int kBarrier = 1;
-  static constexpr bool kCompact = kPrefetchesState<Traits>;  // as in UtTransform
+  static constexpr bool kCompact = kCompactCode<Traits>;  // as in UtTransform
 
   __device__ FragmentPosition place() const { return fragment_position(recompute(thread)); }
   __device__ void sync() const { named_barrier_sync(kBarrier, 128); }

@@ -9,9 +9,8 @@
 namespace flash_qla::cuda::sm90::fwd {
 
 struct SaveAArgs {
-  CUtensorMap k, a;  // boxes of a chunk and head, swizzled: [2][64][64] and [64][64]; a where args has an A
+  CUtensorMap k;  // boxes of a chunk and head, swizzled: [2][64][64]
   Args args;
-  int32_t windows = 1;  // of 64 tokens, that a team goes through; the launcher's
 };
 
 // Enqueues the kernel that writes args' a and g_cumsum, where they are not null, for all tokens of all sequences that

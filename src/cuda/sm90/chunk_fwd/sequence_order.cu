@@ -106,13 +106,6 @@ __global__ void __launch_bounds__(kPlanThreads) read_lengths_kernel(const __grid
   if (gridDim.x > 1) sort_sequences(p.args);
 }
 
-// For tickets alone.
-__global__ void reset_ticket_kernel(uint32_t* ticket) {
-  launch_dependents();
-  wait_for_predecessors();
-  *ticket = 0;
-}
-
 __global__ void __launch_bounds__(kZeroFillThreads) zero_fill_kernel(const __grid_constant__ Args args) {
   zero_outside(args, static_cast<int>(blockIdx.x), kZeroFillBlocks);
 }
@@ -136,11 +129,6 @@ cudaError_t launch_sequence_order(const Args& args, cudaStream_t stream) {
 cudaError_t launch_read_lengths(const cp::PlanArgs& params, bool sorts, cudaStream_t stream) {
   const LaunchConfig shape(sorts ? 1 + kZeroFillBlocks : 1, sorts ? kPlanThreads : 32, 0, stream, true);
   return cudaLaunchKernelEx(&shape.config, &read_lengths_kernel, params);
-}
-
-cudaError_t launch_reset_ticket(uint32_t* ticket, cudaStream_t stream) {
-  const LaunchConfig shape(1, 1, 0, stream, true);
-  return cudaLaunchKernelEx(&shape.config, &reset_ticket_kernel, ticket);
 }
 
 cudaError_t launch_zero_fill(const Args& args, cudaStream_t stream) {

@@ -19,9 +19,6 @@ void place_sorted_sequences(void* workspace, KernelArgs* params);
 // is a plan. sorts: the above as well, for the uncut kernel that follows.
 cudaError_t launch_read_lengths(const cp::PlanArgs& params, bool sorts, cudaStream_t stream);
 
-// A ticket alone.
-cudaError_t launch_reset_ticket(uint32_t* ticket, cudaStream_t stream);
-
 // Zeros alone, in the order of the stream.
 cudaError_t launch_zero_fill(const Args& args, cudaStream_t stream);
 

@@ -206,47 +206,6 @@ struct StateWarpgroup {
     }
   }
 
-  // The initial state of the tile that starts with chunk m, a PrefetchedState. The last quarter comes from memory.
-  __device__ void load_prefetched(float (&s)[64], uint32_t m) const {
-    using Staged = PrefetchedState<Traits>;
-    constexpr int kClusterCtas = 4;  // of eight columns, in a quarter
-    const ChunkDescriptor& c = descriptor(m);
-    const Staged state(c.flags);
-    const int row = first_row(c), r = at.lane >> 2;
-    float* matrix = reinterpret_cast<float*>(state_matrix(p.args.initial, c.slot_in, c.head));
-    if (p.args.state_v_first) {
-      move_state<float, true, false, Staged::kQuarters * kClusterCtas>(matrix, s, row, at.q);
-      mbarrier_wait(state.full(), state.parity());
-      // [V][32 floats of K], rows of 128 bytes, swizzled.
-      const uint32_t place = row * 128 + ((at.q >> 1 ^ r) << 4) + 8 * (at.q & 1);
-#pragma unroll
-      for (int j = 0; j < Staged::kQuarters * kClusterCtas; ++j) {
-        const uint32_t words = Staged::stage(j / kClusterCtas, m) + (place ^ j % kClusterCtas << 5);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 x = load_shared_f2(words + 8 * 128 * i);
-          s[4 * j + 2 * i] = x.x, s[4 * j + 2 * i + 1] = x.y;
-        }
-      }
-    } else {
-      move_state<float, false, false, Staged::kQuarters * kClusterCtas>(matrix, s, row, at.q);
-      mbarrier_wait(state.full(), state.parity());
-      // [32 floats of V][K], likewise.
-      const uint32_t place = (row / 32 * 32 + 2 * at.q) * 128 + ((row / 4 % 8 ^ 2 * at.q) << 4) + 4 * (r & 3);
-#pragma unroll
-      for (int j = 0; j < Staged::kQuarters * kClusterCtas; ++j) {
-        const uint32_t words = Staged::stage(j / kClusterCtas, m) + 8 * 128 * (j % kClusterCtas);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[4 * j + i] = load_shared_f1(words + 128 * (i & 1) + (place ^ (i & 1) << 4 ^ (i >> 1) << 5));
-        }
-      }
-    }
-    fence_proxy_async();  // the loads have come back: the copy engine fills the stages next
-    __syncwarp();
-    mbarrier_arrive_warp(state.free(), at.lane);
-  }
-
   // At the end of an item of a cut call whose final states overwrite initial ones. An item that has read one says so;
   // the one that is about to overwrite it waits for them all. They have earlier tickets or run in the kernel before
   // this one, so that they need nothing of this block.
@@ -290,7 +249,7 @@ struct StateWarpgroup {
   // what an SM does not execute is not in the way of what it does. Up to there the code is common, as another SM, which
   // shares the cache of instructions, may have chunks of the other form. Calls that save h take 1 to 6 % longer with
   // it.
-  static constexpr bool kFinishesByForm = kPrefetchesState<Traits>;
+  static constexpr bool kFinishesByForm = kCompactCode<Traits>;
 
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
@@ -305,11 +264,7 @@ struct StateWarpgroup {
     // one piece.
 #pragma unroll 1
     while (chunk_now.x >= 0) {
-      bool prefetched = false;
-      if constexpr (kPrefetchesState<Traits>) prefetched = chunk_now.y & kPrefetchedState;
-      if (prefetched) {
-        load_prefetched(s, m);
-      } else if (!Traits::kEndsAtCheckpoints || (chunk_now.y & kFirstChunk)) {
+      if (!Traits::kEndsAtCheckpoints || (chunk_now.y & kFirstChunk)) {
         load_initial(s, descriptor(m), at);
       }
       if constexpr (Traits::kEndsAtCheckpoints) {

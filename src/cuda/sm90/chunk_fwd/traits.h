@@ -8,11 +8,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (assign_items()).
-inline constexpr int kMostSorted = 31;
-// ... and work items of its own that it then lists.
-inline constexpr int kMostAssigned = 64;
-
 // Listed tokens of a call whose forward writes the states after them itself: a block keeps them in shared memory, and
 // looks at all of them at each of its items and at each of them that is in an item, 32 at a time.
 inline constexpr int kMostListed = 128;
@@ -40,8 +35,8 @@ struct OneCtaTraits {
   static constexpr bool kSkipsWarmup = kSaves == Saves::kNothing;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsAtCheckpoints = kSave;
-  // Initial states come by the load warp (PrefetchedState). h's tile has the place of a stage that this takes.
-  static constexpr bool kPrefetchesState = kSaves != Saves::kH;
+  // What mild chunks execute in one piece. Kernels that save h are faster without.
+  static constexpr bool kCompactCode = kSaves != Saves::kH;
   // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
   // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
   static constexpr bool kStoresHByTma = kSaves == Saves::kH;
@@ -130,15 +125,10 @@ struct OneCtaTraits {
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;           // its gates
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;        // Q of a chunk has been used
   static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;              // kStoresHByTma: its tile has been read
-  static constexpr int kStates = kPrefetchesState ? 2 : 0;               // barriers of either kind for PrefetchedState
-  static constexpr uint32_t kFullState = kFreeH + (kStoresHByTma ? 8 : 0);               // it is there
-  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;                       // it has been read
-  static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
-  static constexpr uint32_t kSmemAssigned = kSmemSequences + kMostSorted * sizeof(SequenceSpan);  // AssignedItems
-  static constexpr uint32_t kAssignedEnd = kSmemAssigned + 4 + 2 * kMostAssigned;
-  static constexpr uint32_t kSmemListed = (kAssignedEnd + 7) / 8 * 8;    // kEndsAtCheckpoints: ListedToken
-  static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsAtCheckpoints: FoundSlots
-  static constexpr uint32_t kSmemBytes = kEndsAtCheckpoints ? kSmemSlots + 8 * kMostSorted : kAssignedEnd;
+  // That the block has found itself.
+  static constexpr uint32_t kSmemSequence = (kFreeH + (kStoresHByTma ? 8 : 0) + 15) / 16 * 16;
+  static constexpr uint32_t kSmemListed = kSmemSequence + sizeof(SequenceSpan);  // kEndsAtCheckpoints: ListedToken
+  static constexpr uint32_t kSmemBytes = kSmemListed + (kEndsAtCheckpoints ? 8 * kMostListed : 0);
   static_assert(kSmemBytes <= 227 * 1024);
   // Rings of stages.
   using TilesK = Stages<kSmemK, kBytesK, kStagesK>;
@@ -159,10 +149,6 @@ struct OneCtaTraits {
   using TailV = Ring<kTailV, kStagesP>;
   using FreeQ = Ring<kFreeQ, kStagesQ>;
   using Done = Ring<kDone, kBarriersDone>;
-  using FullState = Ring<kFullState, 2>;
-  using FreeState = Ring<kFreeState, 2>;
-  // What a quarter of a PrefetchedState takes.
-  static_assert(!kPrefetchesState || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
 
 template <typename Element>

@@ -1,5 +1,5 @@
-// The numbered queue of chunks a block works through: where its items come from (its number, tickets, a share that it
-// works out itself, or a plan), and their chunks' descriptors in shared memory, filled item by item by one thread.
+// The numbered queue of chunks a block works through: where its items come from (its number, tickets, or a plan), and
+// their chunks' descriptors in shared memory, filled item by item by one thread.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,14 @@ namespace flash_qla::cuda::sm90::fwd {
 using cp::kItemFromCutState, cp::kItemFromStart, cp::kItemToEnd, cp::kItemTransition, cp::Progress;
 
 // What kernels whose chunks end at checkpoints have in shared memory, so that neither the warp that opens items nor the
-// state groups at a listed token, wait for memory: of each listed token position and slot, and of each sequence of
-// kSorted the slots.
+// state groups at a listed token, wait for memory: of each listed token position and slot.
 struct ListedToken {
   int32_t token, slot;  // the state after the tokens before `token`; 0: none. kNoSlot: it is not wanted
 };
-struct FoundSlots {
-  int32_t in, out;  // initial_slot(), resolve_slot() of the final states
-};
-static_assert(sizeof(ListedToken) == 8 && sizeof(FoundSlots) == 8);
+static_assert(sizeof(ListedToken) == 8);
 template <typename Traits>
 __device__ __forceinline__ ListedToken* listed_tokens() {
   return reinterpret_cast<ListedToken*>(shared_memory() + Traits::kSmemListed);
-}
-template <typename Traits>
-__device__ __forceinline__ FoundSlots* found_slots() {
-  return reinterpret_cast<FoundSlots*>(shared_memory() + Traits::kSmemSlots);
 }
 __device__ __forceinline__ ListedToken read_listed(const Args& args, int32_t i) {
   const int64_t token =
@@ -40,91 +32,40 @@ __device__ __forceinline__ ListedToken read_listed(const Args& args, int32_t i) 
   return {token > 0 && token <= args.num_tokens ? static_cast<int32_t>(token) : 0,
           static_cast<int32_t>(usable_slot(args.final_state, slot))};
 }
-__device__ __forceinline__ FoundSlots read_slots(const Args& args, int32_t sequence) {
-  return {static_cast<int32_t>(initial_slot<true>(args, sequence)),
-          static_cast<int32_t>(resolve_slot<true>(args.final_state, sequence))};
-}
 // By one warp.
 template <typename Traits>
-__device__ __forceinline__ void fetch_listed_and_slots(const KernelArgs& p, int lane) {
-  const Args& args = p.args;
+__device__ __forceinline__ void fetch_listed(const Args& args, int lane) {
 #pragma unroll 1
   for (int32_t i = lane; i < args.num_listed; i += 32) listed_tokens<Traits>()[i] = read_listed(args, i);
-  if (p.order == SequenceOrder::kSorted && lane < args.num_sequences)
-    found_slots<Traits>()[lane] = read_slots(args, lane);
   __syncwarp();
 }
-// Whether they are still what fetch_listed_and_slots() has found.
+// Whether they are still what fetch_listed() has found.
 template <typename Traits>
-__device__ __forceinline__ bool listed_and_slots_stay(const KernelArgs& p, int lane) {
-  const Args& args = p.args;
+__device__ __forceinline__ bool listed_stay(const Args& args, int lane) {
   bool same = true;
 #pragma unroll 1
   for (int32_t i = lane; i < args.num_listed; i += 32) {
     const ListedToken now = read_listed(args, i), then = listed_tokens<Traits>()[i];
     same &= now.token == then.token && now.slot == then.slot;
   }
-  if (p.order == SequenceOrder::kSorted && lane < args.num_sequences) {
-    const FoundSlots now = read_slots(args, lane), then = found_slots<Traits>()[lane];
-    same &= now.in == then.in && now.out == then.out;
-  }
   return __all_sync(0xffffffffu, same);
 }
 
+// Whether a block that has one item at most finds its sequence by itself, while the kernels before may still run.
 template <typename Traits>
-__device__ __forceinline__ int64_t final_slot_of(const KernelArgs& p, int32_t sequence) {
-  if constexpr (Traits::kEndsAtCheckpoints) {
-    if (p.order == SequenceOrder::kSorted) return found_slots<Traits>()[sequence].out;
-  }
-  return resolve_slot(p.args.final_state, sequence);
-}
-template <typename Traits>
-__device__ __forceinline__ int64_t initial_slot_of(const KernelArgs& p, int32_t sequence) {
-  if constexpr (Traits::kEndsAtCheckpoints) {
-    if (p.order == SequenceOrder::kSorted) return found_slots<Traits>()[sequence].in;
-  }
-  return initial_slot(p.args, sequence);
-}
+inline constexpr bool kFindsSequence = Traits::kClusterCtas == 1 && !Traits::kStateOnly;
 
-// Whether blocks may sort their sequences by themselves.
+// What it has found.
 template <typename Traits>
-inline constexpr bool kMaySort = Traits::kClusterCtas == 1 && !Traits::kStateOnly;
-
-// Of up to kMostSorted sequences, one to a lane, the lane's place: longest first, by chunks, equal ones in their order.
-__device__ __forceinline__ int32_t sorted_rank(const SequenceSpan& s, int32_t sequences, int lane) {
-  const int32_t chunks = (s.length + kChunk - 1) / kChunk;
-  int32_t rank = 0;
-#pragma unroll 1
-  for (int32_t i = 0; i < sequences; ++i) {
-    const int32_t other = __shfl_sync(0xffffffffu, chunks, i);
-    rank += other > chunks || (other == chunks && i < lane);
-  }
-  return rank;
-}
-
-// The sequences that the block has found itself: kSorted: all, in their order; kOneItem: that of its item.
-template <typename Traits>
-__device__ __forceinline__ SequenceSpan* found_sequences() {
-  return reinterpret_cast<SequenceSpan*>(shared_memory() + Traits::kSmemSequences);
+__device__ __forceinline__ SequenceSpan& found_sequence() {
+  return *reinterpret_cast<SequenceSpan*>(shared_memory() + Traits::kSmemSequence);
 }
 template <typename Traits>
 __device__ __forceinline__ SequenceSpan sequence_of_rank(const KernelArgs& p, int32_t rank) {
-  if constexpr (kMaySort<Traits>) {
-    if (p.order != SequenceOrder::kGiven)
-      return found_sequences<Traits>()[p.order == SequenceOrder::kSorted ? rank : 0];
+  if constexpr (kFindsSequence<Traits>) {
+    if (p.one_item != 0) return found_sequence<Traits>();
   }
   return p.plan != nullptr ? p.plan[rank] : sequence_at(p.args, rank);
-}
-
-// The items of a block that deals, after its first.
-struct AssignedItems {
-  int32_t count;
-  uint16_t items[kMostAssigned];
-};
-static_assert(sizeof(AssignedItems) == 4 + 2 * kMostAssigned);
-template <typename Traits>
-__device__ __forceinline__ AssignedItems& assigned_items() {
-  return *reinterpret_cast<AssignedItems*>(shared_memory() + Traits::kSmemAssigned);
 }
 
 // Not inlined: once an item, and so not among what is executed for every chunk.
@@ -132,68 +73,10 @@ static __device__ __noinline__ int32_t take_ticket(uint32_t* ticket) {
   return static_cast<int32_t>(atomicAdd(ticket, 1u));
 }
 
-// Which item a block takes after `item`, of which it has opened `opened` after its first. A ticket is taken when its
-// item is opened, not before: a block would hold an item back that others have time for.
-template <typename Traits>
-__device__ __forceinline__ int32_t next_item(const KernelArgs& p, int32_t item, int32_t opened, int32_t queues) {
-  if (p.ticket != nullptr) return queues + take_ticket(p.ticket);
-  if constexpr (kMaySort<Traits>) {
-    if (p.order == SequenceOrder::kSorted) {
-      const AssignedItems& assigned = assigned_items<Traits>();
-      return opened < assigned.count ? assigned.items[opened] : p.items;
-    }
-  }
-  return item + queues;
-}
-
-// What an item of a sequence takes, in chunks: its first and last state take about as long as two. Sums of
-// kMostAssigned, and five bits beside them, fit 32 bits; longer sequences than this are dealt as if they were as long.
-__device__ __forceinline__ uint32_t item_cost(const SequenceSpan& s) {
-  return static_cast<uint32_t>(min((s.length + kChunk - 1) / kChunk, 1 << 19)) + 2;
-}
-
-// Deals the items of sorted sequences by one warp, the same in every block: each to the block that has least to do so
-// far, longest first, as tickets would do it; they need a kernel before this one. Blocks that have as much to do are a
-// group, whose first, number, load and items a lane keeps: in the beginning those of a sequence, and a sequence's end
-// splits one.
-template <typename Traits>
-__device__ __forceinline__ void assign_items(const KernelArgs& p, int lane) {
-  const SequenceSpan* sequences = found_sequences<Traits>();
-  AssignedItems& assigned = assigned_items<Traits>();
-  const int32_t heads = p.args.num_value_heads, queues = static_cast<int32_t>(gridDim.x);
-  const int32_t block = static_cast<int32_t>(blockIdx.x);
-  int32_t begin = lane * heads, blocks = 0, items = 0, count = 0;
-  uint32_t load = 0;
-  if (lane < p.args.num_sequences) {
-    blocks = min(max(queues - begin, 0), heads);
-    load = item_cost(sequences[lane]);
-  }
-#pragma unroll 1
-  for (int32_t item = queues; item < p.items;) {
-    const int32_t rank = item / heads, end = min((rank + 1) * heads, p.items);
-    const uint32_t cost = item_cost(sequences[rank]);
-#pragma unroll 1
-    while (item < end) {
-      const uint32_t place = blocks > 0 && items < kMostAssigned ? load << 5 | static_cast<uint32_t>(lane) : ~0u;
-      const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, place) & 31);
-      const int32_t first = __shfl_sync(0xffffffffu, begin, least), have = __shfl_sync(0xffffffffu, blocks, least);
-      const int32_t taken = min(have, end - item);
-      if (block >= first && block < first + taken) {
-        if (lane == 0) assigned.items[count] = static_cast<uint16_t>(item + block - first);
-        ++count;
-      }
-      if (taken < have) {
-        const int rest = __ffs(__ballot_sync(0xffffffffu, blocks == 0)) - 1;
-        const uint32_t their_load = __shfl_sync(0xffffffffu, load, least);
-        const int32_t their_tiles = __shfl_sync(0xffffffffu, items, least);
-        if (lane == rest) begin = first + taken, blocks = have - taken, load = their_load, items = their_tiles;
-        if (lane == least) blocks = taken;
-      }
-      if (lane == least) load += cost, ++items;
-      item += taken;
-    }
-  }
-  if (lane == 0) assigned.count = count;
+// Which item a block takes after `item`. A ticket is taken when its item is opened, not before: a block would hold an
+// item back that others have time for.
+__device__ __forceinline__ int32_t next_item(const KernelArgs& p, int32_t item, int32_t queues) {
+  return p.ticket != nullptr ? queues + take_ticket(p.ticket) : item + queues;
 }
 
 // Before a block's first item. The plan must be there.
@@ -311,22 +194,19 @@ __device__ __forceinline__ void open_item(const KernelArgs& p, QueueProducer& pr
     int32_t item = producer.item;
     const int32_t opened = producer.opened++;
     if (opened > 0) {
-      item = next_item<Traits>(p, item, opened - 1, static_cast<int32_t>(gridDim.x) / Traits::kClusterCtas);
+      item = next_item(p, item, static_cast<int32_t>(gridDim.x) / Traits::kClusterCtas);
       producer.item = item;
       if (item >= producer.items) return;
     }
     const int32_t rank = item / args.num_value_heads;
     const SequenceSpan sequence = sequence_of_rank<Traits>(p, rank);
     ChunkDescriptor& r = producer.next;
-    r.slot_out = final_slot_of<Traits>(p, sequence.index);
+    r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    r.slot_in = initial_slot_of<Traits>(p, sequence.index);
+    r.slot_in = initial_slot(args, sequence.index);
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
-    if (kPrefetchesState<Traits> && p.prefetched_initial != 0 && r.slot_in >= 0) {
-      r.flags |= kPrefetchedState | (producer.prefetched++ & 3) << kPrefetchedCountShift;
-    }
     r.head = item - rank * args.num_value_heads;
     r.sequence = sequence.index;
     r.half = 0;
@@ -465,19 +345,10 @@ __device__ __forceinline__ void prefetch_first_chunk(const KernelArgs& p, int la
   const Args& args = p.args;
   const int32_t item = static_cast<int32_t>(blockIdx.x) / Traits::kClusterCtas;
   const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kClusterCtas;  // of V, and of the chunks' preparation
-  const int32_t place = item / args.num_value_heads, head = item - place * args.num_value_heads;
-  const bool sorted = p.order == SequenceOrder::kSorted;
-  int32_t sequence = sorted ? min(lane, args.num_sequences - 1) : place;
-  SequenceSpan s = args.cu_seqlens != nullptr
-                       ? sequence_at(args, sequence)
-                       : SequenceSpan{sequence * static_cast<int32_t>(args.dense_length), 1, sequence, 0};
-  if (sorted) {
-    const int32_t rank = sorted_rank(s, args.num_sequences, lane);
-    sequence = __ffs(__ballot_sync(0xffffffffu, lane < args.num_sequences && rank == place)) - 1;
-    s.start = __shfl_sync(0xffffffffu, s.start, sequence);
-  }
-  const int32_t row = s.start;
-  if (sequence < 0 || row >= args.num_tokens) return;
+  const int32_t sequence = item / args.num_value_heads, head = item - sequence * args.num_value_heads;
+  const int32_t row = args.cu_seqlens != nullptr ? sequence_at(args, sequence).start
+                                                 : sequence * static_cast<int32_t>(args.dense_length);
+  if (row >= args.num_tokens) return;
   if (lane == 0) {
     const int32_t key_head = head / (args.num_value_heads / args.num_key_heads);
     tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
@@ -530,36 +401,24 @@ __device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane
     early = wait_for_plan(p, lane);
     launch_dependents();
   }
-  const bool sorted = p.order == SequenceOrder::kSorted, finds = p.order != SequenceOrder::kGiven;
-  const int32_t rank =
-      static_cast<int32_t>(blockIdx.x) / Traits::kClusterCtas / args.num_value_heads;  // of the first item
-  const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
+  const bool finds = p.one_item != 0;
+  const int32_t mine = static_cast<int32_t>(blockIdx.x) / args.num_value_heads;
   SequenceSpan s{};
   if (finds) s = sequence_at(args, mine);
-  // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
-  // that they might write, and once more if they have.
+  // Where a block finds its sequence, the list is made while the kernels before this one may still run, of offsets that
+  // they might write, and once more if they have.
   bool waits = p.list == nullptr;
 #pragma unroll 1
   while (true) {
-    // A ticket is taken once, and is zero when the kernel before this one has ended: the first descriptors must need
-    // none.
     bool guesses = finds && waits;
     if (finds) {
-      const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
-      if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
+      if (lane == 0) found_sequence<Traits>() = s;
       __syncwarp();
-      if (sorted && p.ticket == nullptr) assign_items<Traits>(p, lane);
-      if (p.ticket != nullptr) {
-        guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstDescriptors - 1) * kChunk;
-      }
-      // Slots are looked at again where they are at hand. They may skip a block's first item, which takes a ticket
-      // then.
-      if constexpr (Traits::kEndsAtCheckpoints) {
-        guesses &= ((sorted && p.ticket == nullptr) || !has_slots(args)) && args.start_lists == nullptr;
-      }
+      // Slots, and what lists of starts say, are not looked at again.
+      if constexpr (Traits::kEndsAtCheckpoints) guesses &= !has_slots(args) && args.start_lists == nullptr;
     }
     if (guesses || !waits) {
-      if constexpr (Traits::kEndsAtCheckpoints) fetch_listed_and_slots<Traits>(p, lane);
+      if constexpr (Traits::kEndsAtCheckpoints) fetch_listed<Traits>(args, lane);
       if (lane == 0) {
         QueueProducer producer;  // in registers for as long as it goes on at once
         open_queue<Traits>(p, producer);
@@ -579,7 +438,7 @@ __device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane
     waits = false;
     if (finds) {
       const SequenceSpan now = sequence_at(args, mine);
-      if constexpr (Traits::kEndsAtCheckpoints) guesses = guesses && listed_and_slots_stay<Traits>(p, lane);
+      if constexpr (Traits::kEndsAtCheckpoints) guesses = guesses && listed_stay<Traits>(args, lane);
       if (guesses && __all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
       s = now;
     }

@@ -261,23 +261,9 @@ struct ServiceWarps {
   }
 };
 
-// kAfterPlan: after a kernel that takes what the plan gives it, with a list that may be empty. A kernel of
-// its own, so that what it begins with does not move the code of the roles (moved by fifteen instructions they took 2.4
-// to 3.5 % more).
-template <typename Traits, bool kAfterPlan>
+template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_chunk_fwd_2cta_kernel(const __grid_constant__ KernelArgs p) {
-  if constexpr (kAfterPlan) {
-    // One cluster waits: a kernel must not end before those it depends on. The others do not keep the SMs on which they
-    // come until then.
-    if (load_now(&p.sizes->items) + load_now(&p.sizes->dependent_items) == 0) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) {
-        launch_dependents();
-        wait_for_predecessors();
-      }
-      return;
-    }
-  }
   // As warpgroup_number(), with which this kernel would have other machine code.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
@@ -347,10 +333,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename Traits>
 Kernel describe_kernel() {
-  Kernel kernel{reinterpret_cast<const void*>(&sm90_chunk_fwd_2cta_kernel<Traits, false>), Traits::kThreads,
-                Traits::kSmemBytes, Traits::kStateGroups, Traits::kClusterCtas};
-  kernel.after_plan = reinterpret_cast<const void*>(&sm90_chunk_fwd_2cta_kernel<Traits, true>);
-  return kernel;
+  return {reinterpret_cast<const void*>(&sm90_chunk_fwd_2cta_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
+          Traits::kStateGroups, Traits::kClusterCtas};
 }
 
 }  // namespace flash_qla::cuda::sm90::fwd_2cta

@@ -11,14 +11,13 @@ namespace flash_qla::cuda::sm90 {
 
 // One thread's 64 values of S^T, rows (V) dv and dv + 8, columns (K) 8j + 2q and the next, from or to a state matrix.
 // Neighbours in K go together where they are neighbours in memory.
-// kFirst: the first block of eight columns.
-template <typename Store, bool kVFirst, bool kWrite, int kFirst = 0>
+template <typename Store, bool kVFirst, bool kWrite>
 __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv, int q) {
   constexpr int kStrideK = kVFirst ? 1 : kHeadDim;
   constexpr int kStrideV = kVFirst ? kHeadDim : 1;
   Store* base = matrix + dv * kStrideV + 2 * q * kStrideK;
 #pragma unroll
-  for (int j = kFirst; j < 16; ++j) {
+  for (int j = 0; j < 16; ++j) {
     if constexpr (kVFirst) {
       struct alignas(2 * sizeof(Store)) Pair {
         Store x, y;

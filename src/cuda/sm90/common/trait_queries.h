@@ -4,7 +4,7 @@
 namespace flash_qla::cuda::sm90 {
 
 template <typename Traits>
-inline constexpr bool kPrefetchesState = requires { requires Traits::kPrefetchesState; };
+inline constexpr bool kCompactCode = requires { requires Traits::kCompactCode; };
 template <typename Traits>
 inline constexpr bool kSavesA = requires { requires Traits::kSavesA; };
 

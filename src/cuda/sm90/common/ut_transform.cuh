@@ -30,7 +30,7 @@ struct UtTransform {
   using Element = typename Traits::Element;
 
   // What mild chunks execute in one piece, and little code for others. The kernels that save h are faster without.
-  static constexpr bool kCompact = kPrefetchesState<Traits>;
+  static constexpr bool kCompact = kCompactCode<Traits>;
 
   using Left = HalfLeft;
   using Right = HalfRight;
@@ -448,5 +448,16 @@ struct UtTransform {
     }
   }
 };
+
+// UtTransform makes A diag(x) of a chunk of mild decay. For A alone: x is ones, in kPlainGateBytes of them.
+template <typename Element_>
+struct PlainInverseTraits {
+  using Element = Element_;
+  static constexpr uint32_t kGateColumnA = 0;
+  static constexpr uint32_t kGateMild = 80 * 4;
+  // Of chunks that decay faster: not for use.
+  static constexpr uint32_t kGateSum = 0, kGatePair = 0, kGateRow = 0;
+};
+inline constexpr uint32_t kPlainGateBytes = 84 * 4;
 
 }  // namespace flash_qla::cuda::sm90

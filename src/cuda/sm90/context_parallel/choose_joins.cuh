@@ -72,15 +72,12 @@ __device__ HeadSummary summary_of(int32_t kind, const CutSequence& cuts) {
   return {cuts.chunks, cuts.pieces, exact, kind};
 }
 
-// The best of all choices, by all threads of a block, for `count` heads; and its state items.
-struct ChosenJoins {
-  int32_t choice, state_items;
-};
+// The best of all choices, by all threads of a block, for `count` heads.
 // Not inlined: what it takes a second time in a kernel is in the caches. Arguments by value: the caller's would else be
 // in memory.
-static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const PlannedSequence* sequences,
-                                                        const int32_t* kinds, int32_t count, LengthSummary lengths,
-                                                        CutSpacing cut_spacing) {
+static __device__ __noinline__ int32_t choose_joins(const PlanArgs& p, const PlannedSequence* sequences,
+                                                    const int32_t* kinds, int32_t count, LengthSummary lengths,
+                                                    CutSpacing cut_spacing) {
   __shared__ ItemEstimate estimates[2][kJoins];
   __shared__ float choice_times[kJoinChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -99,9 +96,8 @@ static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const
   __syncthreads();
   static_assert(kListThreads == kJoinChoices * kSmGroups);
   const int choice = thread / kSmGroups;
-  const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
-  const float own_time = time_of_choice(estimates[0][choice % kJoins], estimates[1][choice / kJoins], choice, uncut,
-                                        p.sms, p.costs, LaneGroups(lane));
+  const float own_time =
+      play_through(estimates[0][choice % kJoins], estimates[1][choice / kJoins], p.sms, p.costs, LaneGroups(lane));
   if (thread % kSmGroups == 0) choice_times[choice] = own_time;
   __syncthreads();
   // Every warp looks for the best one, of equals the first.
@@ -118,7 +114,7 @@ static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const
       best = other_best;
     }
   }
-  return {best, estimates[1][best / kJoins].states.items};
+  return best;
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

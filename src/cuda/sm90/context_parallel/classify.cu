@@ -73,9 +73,6 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
   } else {
     // For what the kernels before this one write, which the one after it reads as well.
     wait_for_predecessors();
-    if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < p.unit_blocks) {
-      p.workspace.classifiers[blockIdx.x] = tpc();
-    }
     if (blockIdx.x == 0) {
       if (threadIdx.x == 0) {
         reset_plan_start(p.workspace, true);

@@ -26,13 +26,11 @@ struct Costs {
   // ... and more of it for each place where a sequence may be cut: of a key head and up to four value heads, until the
   // constructor has counted them.
   float boundary = 0.045f;
-  // Where nothing is cut: by two SMs to a head, by one. Clusters of two take as long a chunk after a plan.
+  // Where nothing is cut: by two SMs to a head, by one.
   float two_cta_step = 1.11f, two_cta_edge = 10.0f;
   float one_cta_step = 1.925f, one_cta_edge = 5.3f;
   float crowd = 0.215f;  // more of such a step, times the square of the share of SMs that are at work, on average
-  // A kernel of several SMs to a head behind kernels that look at lengths or gates: it starts late, and unevenly.
-  float late = 8.0f;
-  float after = 2.5f;  // a kernel after a plan that gives it no item
+  float late = 8.0f;     // a kernel of several SMs to a head behind one that reads lengths: it starts late, unevenly
 
   Costs() = default;
   Costs(int32_t key_heads, int32_t heads) {
@@ -69,9 +67,6 @@ inline constexpr int32_t kMaxWarmup = 64;
 // known before, and on the device no cut is among the choices.
 inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfExact = 0.15f;
-// ... and a plan without a cut, which takes a kernel more in every call, where a cut would take so much more than it if
-// no head decays.
-inline constexpr float kMostLossOfAll = 0.08f;
 // Spacings that are tried beside that of kItemsPerSm, where lengths are known beforehand: kFinerSpacings of them from
 // that of kMostItemsPerSm on, and kCoarserSpacings up to twice as far apart. Coarser ones have fewer boundaries to look
 // at, and fewer ways to join pieces: what half of the heads without decay would take, or none, counts kWeightOfOthers
@@ -79,8 +74,6 @@ inline constexpr float kMostLossOfAll = 0.08f;
 // pieces some choice always looks well.
 inline constexpr int32_t kFinerSpacings = 3, kCoarserSpacings = 8;
 inline constexpr float kLeastOfSpacing = 0.015f, kWeightOfOthers = 0.1f;
-// What a plan of its own must promise where no head decays (CutChoice::clusters).
-inline constexpr float kLeastOfAllExact = 0.02f;
 // What is lost if no head decays counts so much beside what a quarter of such heads promises, where lengths are known.
 inline constexpr float kWeightOfAll = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the

@@ -240,19 +240,4 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t join_step(int32_t i) {
 }
 FLASH_QLA_HOST_DEVICE constexpr Join join_choice(int32_t i) { return {join_step(i % kJoins), join_step(i / kJoins)}; }
 
-// Microseconds that a choice takes, from its two parts: decaying and exact heads, joined by join_step() of their own.
-// uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that takes. (With cuts that was
-// slower for all shapes tried.)
-template <typename Groups>
-FLASH_QLA_HOST_DEVICE float time_of_choice(const ItemEstimate& decaying, const ItemEstimate& exact, int32_t choice,
-                                           float uncut, int32_t sms, const Costs& costs, const Groups& free) {
-  const float time = play_through(decaying, exact, sms, costs, free);
-  return choice == kJoinChoices - 1 && uncut > 0.0f ? uncut : time;
-}
-// What an uncut call then takes.
-FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                  const Costs& costs) {
-  return uncut_time(lengths, heads, sms, costs) + costs.late;
-}
-
 }  // namespace flash_qla::cuda::sm90::cp

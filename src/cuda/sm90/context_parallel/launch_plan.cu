@@ -25,7 +25,6 @@ size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, Plan
   PlanWorkspace w;
   w.counters = reinterpret_cast<PlanCounters*>(take(sizeof(PlanCounters)));
   w.start = reinterpret_cast<PlanStart*>(take(sizeof(PlanStart)));
-  w.classifiers = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * kMostUnitBlocks));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.sequences = reinterpret_cast<PlannedSequence*>(take(sizeof(PlannedSequence) * n));
   w.kinds = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n * static_cast<size_t>(args.num_value_heads)));
@@ -65,23 +64,8 @@ cudaError_t launch_plan(PlanArgs params, cudaStream_t stream) {
   // Behind an uncut kernel, which leaves hardly any SM idle, no more than find room at once when it ends.
   const int at_once = (params.least_longest != 0 ? 1 : kClassifyBlocksPerSm) * params.sms;
   params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
-  params.unit_blocks = static_cast<int32_t>(std::clamp<int64_t>(units, 1, std::min(at_once, kMostUnitBlocks)));
-  // The state kernel's blocks come late where boundaries are classified. State items go elsewhere where there is room
-  // for those that are likely: to that end these blocks come in twos, on TPCs, as state items do. Not where
-  // scans are in more pieces than there are state items: blocks that come late then help with them.
-  int32_t likely_tiles = 0;
-  const int32_t pairs = args.num_sequences * args.num_value_heads;
-  bool by_tpcs = false;
-  if (args.split == Mode::kAuto && args.force_split == 0 && params.expected_cut_spacing.spacing > 0 &&
-      params.choice_table.choice(pairs / 4, pairs, &likely_tiles) >= 0 && kScanSlices * (pairs / 4) <= likely_tiles) {
-    const int64_t room = params.sms - 1 - likely_tiles;
-    by_tpcs = params.unit_blocks <= room;
-  }
-  if (by_tpcs) params.unit_blocks += params.unit_blocks % 2;
-  static_assert(kMostUnitBlocks % 2 == 0 && kZeroFillBlocks % 2 == 0);
-  const int blocks = params.unit_blocks + params.zero_fill_blocks;
-  if (!by_tpcs) params.unit_blocks = 0;  // the planner need not know
-  const LaunchConfig classify(blocks, kClassifyThreads, 0, stream, true, by_tpcs ? 2 : 1);
+  const int64_t unit_blocks = std::clamp<int64_t>(units, 1, at_once);
+  const LaunchConfig classify(unit_blocks + params.zero_fill_blocks, kClassifyThreads, 0, stream, true);
   const cudaError_t error = launch_function(classify_kernel(args.type), classify, params);
   if (error != cudaSuccess) return error;
   const LaunchConfig list(1, kListThreads, 0, stream, true);

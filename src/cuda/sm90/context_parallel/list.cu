@@ -41,42 +41,6 @@ struct ItemSink {
   }
 };
 
-// The order in which TPCs get state items: from the planner's on, those first on which no boundaries are classified, as
-// the state kernel's blocks come late there.
-__device__ void order_tpcs(const PlanArgs& p) {
-  constexpr uint32_t kLateWords = PlanStart::kTpcs / 32;
-  __shared__ uint32_t late_tpcs[kLateWords];  // by bits
-  static_assert(kMostUnitBlocks <= kListThreads);
-  const int thread = static_cast<int>(threadIdx.x);
-  const uint32_t classifier = thread < p.unit_blocks ? load_now(p.workspace.classifiers + thread) : ~0u;
-  if (p.unit_blocks != 0) {
-    if (thread < static_cast<int>(kLateWords)) late_tpcs[thread] = 0;
-    __syncthreads();
-    if (classifier < PlanStart::kTpcs) atomicOr(&late_tpcs[classifier / 32], 1u << classifier % 32);
-    __syncthreads();
-  }
-  if (thread >= PlanStart::kTpcs) return;
-  const uint32_t all = static_cast<uint32_t>(p.sms + 1) / 2, own = tpc(), pair = static_cast<uint32_t>(thread);
-  const uint32_t after = pair > own ? pair - own : all + pair - own;  // of its place without those
-  uint32_t place = pair == own || pair >= all ? all : after;
-  if (p.unit_blocks != 0 && place != all) {
-    uint32_t late = 0, all_late = 0;  // of the TPCs up to there, and of all
-#pragma unroll
-    for (uint32_t i = 0; i < kLateWords; ++i) {
-      const auto below = [&](uint32_t n) {
-        return n <= 32 * i ? 0u : n >= 32 * i + 32 ? ~0u : (1u << (n - 32 * i)) - 1;
-      };
-      const uint32_t before = below(own), up_to_own = below(own + 1), up_to = below(pair + 1);
-      const uint32_t others = late_tpcs[i] & ~(up_to_own & ~before);
-      late += __popc(others & (pair > own ? up_to & ~up_to_own : up_to | ~up_to_own));
-      all_late += __popc(others);
-    }
-    const bool is_late = (late_tpcs[pair / 32] >> pair % 32 & 1) != 0;
-    place = is_late ? all - 1 - all_late + late : after - late;
-  }
-  *static_cast<volatile uint32_t*>(&p.workspace.start->place[pair]) = place;
-}
-
 // Where sequences may be cut.
 __device__ void cut_sequences(const PlanArgs& p, const CutSpacing& cut_spacing, PlannedSequence* sequences,
                               int32_t (*sums)[kListWarps]) {
@@ -186,19 +150,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   const int32_t chosen_for = min(pairs, kKeptHeads);
   const bool carries = p.carry.chains != nullptr && lengths.sequences > 0;  // not of offsets out of order
   const bool expected = p.least_longest == 0 && lengths == p.expected_lengths && !carries;
-  // Of the number of state items, to blocks that wait for the plan.
-  const auto publish_number = [&](uint32_t* to, int32_t state_items) {
-    if (thread != 0 || chosen_for != pairs || state_items > UINT16_MAX) return;
-    *static_cast<volatile uint32_t*>(to) = (tpc() << 16 | static_cast<uint32_t>(state_items)) + 1;
-  };
-  order_tpcs(p);
-  // Before blocks come that have waited for an SM where boundaries are classified: for a quarter of the heads exact.
-  if (chosen && expected && most_pieces > 1) {
-    int32_t likely_items = 0;
-    p.choice_table.choice(pairs / 4, pairs, &likely_items);
-    publish_number(&ws.start->likely_items, likely_items);
-  }
-  if (carries) publish_number(&ws.start->likely_items, 0);  // few states, or none, are still to be made
   cut_sequences(p, cut_spacing, sequences, sums);
   __syncthreads();
   for (int32_t i = thread; i < p.carry.parts * heads; i += kListThreads) {
@@ -207,7 +158,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified; with carried heads, which are known, as if all others decayed. If it is not that, its
   // instructions are in the caches.
-  ChosenJoins best{-1, 0};
+  int32_t best = -1;
   int32_t guessed_exact = 0;
   if (chosen && !expected) {
 #pragma unroll 1
@@ -283,21 +234,13 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   const int32_t exact_heads = exact_found;
   CutChoice choice;
   choice.in_order = p.in_place != 0;
-  bool cut = may_cut;
   if (chosen) {
     const bool usual = unusual_found == 0;
-    if (expected && exact_heads == pairs && p.in_place == 0 && p.choice_table.all_exact > 0) {
-      choice.clusters = p.choice_table.all_exact;
-      best = {0, pairs * states_of_pieces(choice.clusters)};
-    } else {
-      if (usual && expected) best.choice = p.choice_table.choice(exact_heads, pairs, &best.state_items);
-      if (!usual || (!expected && exact_heads != guessed_exact) || best.choice < 0) {
-        best = choose_joins(p, sequences, kinds, chosen_for, lengths, cut_spacing);
-      }
+    if (usual && expected) best = p.choice_table.choice(exact_heads, pairs);
+    if (!usual || (!expected && exact_heads != guessed_exact) || best < 0) {
+      best = choose_joins(p, sequences, kinds, chosen_for, lengths, cut_spacing);
     }
-    publish_number(&ws.start->published_items, best.state_items);
-    choice.join = join_choice(best.choice);
-    cut = best.choice != kJoinChoices - 1;
+    choice.join = join_choice(best);
     __syncthreads();  // the kinds have been read
   }
 
@@ -377,14 +320,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // By a thread that seldom has items to place.
   if (thread == kListThreads - 1) {
     PlanCounters counters{};
-    const bool clusters = choice.clusters > 0, uncut_shared = !cut && p.uncut_shared != 0;
     counters.states.items = all.states;
-    counters.outputs.items = uncut_shared ? 0 : order.dependent;
-    counters.outputs.dependent_items = clusters ? 0 : all.dependent + carried_found.later;
-    counters.halves.items = clusters || uncut_shared ? all.independent() : 0;
-    counters.halves.dependent_items = clusters ? all.dependent : 0;
-    // The independent ones are the other kernel's. Clusters take tickets after the plan.
-    if (clusters) ws.start->halves.ticket = static_cast<uint32_t>(all.independent());
+    counters.outputs.items = order.dependent;
+    counters.outputs.dependent_items = all.dependent + carried_found.later;
     counters.progress.states_left = static_cast<uint32_t>(all.states * kStateWarps);
     counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(all.scans * kScanSlices);
     counters.progress.slices_left += static_cast<uint32_t>(carried_slices);

@@ -26,7 +26,7 @@ inline int32_t boundaries_of(const LengthSummary& lengths, const CutSpacing& cut
 // With `exact` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
 // equal. guess: a choice that may well be the best, which spares most of the others.
 inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cut_spacing, int32_t heads, int32_t exact,
-                              bool uncut_shared, int32_t sms, const Costs& costs, int32_t guess) {
+                              int32_t sms, const Costs& costs, int32_t guess) {
   ItemEstimate decaying[kJoins], without_decay[kJoins];
   const int32_t others = lengths.sequences - 1;
   for (int32_t kind = 0; kind < (others > 0 ? 2 : 1); ++kind) {
@@ -47,20 +47,18 @@ inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cu
       without_decay[i].add(part, sequences * exact);
     }
   }
-  const float uncut = uncut_shared ? time_of_shared(lengths, heads, sms, costs) : 0.0f;
   const int32_t pieces = pieces_of(lengths.longest, cut_spacing);
   // Not what is the same as the one before, and not what must take longer than the best so far.
   const auto again = [&](int32_t i) {
     return i > 0 && joined_pieces(pieces, join_step(i)) == joined_pieces(pieces, join_step(i - 1));
   };
   const auto time_of = [&](int32_t i) {
-    return time_of_choice(decaying[i % kJoins], without_decay[i / kJoins], i, uncut, sms, costs, SmGroups{});
+    return play_through(decaying[i % kJoins], without_decay[i / kJoins], sms, costs, SmGroups{});
   };
   BestChoice best{guess, time_of(guess)};
   for (int32_t i = 0; i < kJoinChoices; ++i) {
-    const bool last = i == kJoinChoices - 1;
-    if (!last && (again(i % kJoins) || again(i / kJoins) ||
-                  least_time(decaying[i % kJoins], without_decay[i / kJoins], sms, costs) >= best.time)) {
+    if (again(i % kJoins) || again(i / kJoins) ||
+        least_time(decaying[i % kJoins], without_decay[i / kJoins], sms, costs) >= best.time) {
       continue;
     }
     if (const float time = time_of(i); time < best.time) best = {i, time};
@@ -74,61 +72,22 @@ struct ChoiceTable {
   static constexpr int32_t kShares = 8;
   static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
-  uint16_t states[kShares + 1] = {};  // state items of each of the heads that do not decay
-  int32_t all_exact = 0;              // segments of a head where none decays and CutChoice::clusters is faster, else 0
 
-  // Of `exact` heads among `heads`, and all their state items; -1: these are no whole eighths.
-  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t exact, int32_t heads, int32_t* state_items) const {
+  // Of `exact` heads among `heads`; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t exact, int32_t heads) const {
     const int32_t share = kShares * exact / heads;
-    *state_items = exact * states[share];
     return share * heads == kShares * exact ? of_share[share] : -1;
   }
 };
-
-// No head decays, equal lengths: in how many segments clusters of two, which are faster for few items, best make what
-// waits for states at cuts, all of it at once, and the microseconds that it takes without the planning. They start
-// where SMs are through with state items, or with first segments, which one SM makes each.
-struct BestAllExact {
-  int32_t segments = 0;
-  float time = 0.0f;  // 0: there are too many such items
-};
-inline BestAllExact best_by_clusters(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
-                                     const Costs& costs) {
-  BestAllExact best;
-  const int32_t all = lengths.sequences * heads, at_once = std::max(sms - 1, 1);
-  for (int32_t segments = 3; segments <= most && 2 * all * (segments - 1) <= sms; ++segments) {
-    const int32_t dependent = all * (segments - 1), states = all * states_of_pieces(segments);
-    const int32_t waves = (states + at_once - 1) / at_once, idle = sms - (states - (waves - 1) * at_once);
-    const float chunks = static_cast<float>(divide_up(lengths.longest, segments));
-    const float state = chunks * costs.state_step + costs.state_edge;
-    const float scan = costs.scan_start + costs.scan_step * static_cast<float>(segments - 2);
-    const float before = static_cast<float>(waves - 1) * state, ready = before + state + scan;
-    const float free = chunks * costs.step + 2 * costs.item_edge;
-    const float share = static_cast<float>(2 * dependent) / static_cast<float>(sms);
-    const float step = costs.two_cta_step + costs.crowd * share * share;
-    const float work = static_cast<float>(states) * state + static_cast<float>(all) * free;
-    const float late = all > idle ? ready + free : before + free;
-    const float start = (all > idle ? late : ready) + costs.late;
-    const float end = std::max(start + chunks * step + costs.two_cta_edge, late);
-    const float time = end + costs.load * work / static_cast<float>(sms);
-    if (best.time == 0.0f || time < best.time) best = {segments, time};
-  }
-  return best;
-}
 
 // What a plan promises for sequences of these lengths, and how they would be cut: the time with it, as a share of that
 // without, where a quarter, half or all of the heads do not decay.
 struct PlanEstimate {
   CutSpacing cut_spacing;  // none: a plan is not possible
   float quarter = 0.0f, half = 0.0f;
-  // Of known lengths alone, and with a cut; and what the plan then takes that leaves all heads to several SMs each.
-  float all = 0.0f, all_uncut = 0.0f;
-  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for. When the gates are known the time
-  // of planning is gone, cut or not.
-  bool surely() const { return cut_spacing.spacing > 0 && all <= (1.0f + kMostLossOfAll) * all_uncut; }
+  float all = 0.0f;  // of known lengths alone
   bool pays(float least_gain = kLeastGain) const {
-    const float without_decay = surely() ? all : std::min(all, all_uncut);
-    const float loss_of_all = kWeightOfAll * std::max(without_decay - 1.0f, 0.0f);
+    const float loss_of_all = kWeightOfAll * std::max(all - 1.0f, 0.0f);
     return cut_spacing.spacing > 0 && quarter + loss_of_all <= 1.0f - least_gain && half <= 1.0f + kMostLossOfExact;
   }
 };
@@ -140,23 +99,20 @@ inline PlanEstimate estimate_plan(const LengthSummary& lengths, int32_t heads, i
   estimate.cut_spacing = choose_cut_spacing(Mode::kAuto, false, lengths, heads, sms, costs);
   if (estimate.cut_spacing.spacing == 0) return estimate;
   const float uncut = uncut_time(lengths, heads, sms, costs);
-  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
   int32_t guess = 0;
-  const auto share = [&](const CutSpacing& cut_spacing, int32_t exact, bool uncut_shared) {
-    const BestChoice best = best_choice(lengths, cut_spacing, heads, exact, uncut_shared, sms, costs, guess);
+  const auto share = [&](const CutSpacing& cut_spacing, int32_t exact) {
+    const BestChoice best = best_choice(lengths, cut_spacing, heads, exact, sms, costs, guess);
     guess = best.choice;
     return (costs.planning(boundaries_of(lengths, cut_spacing)) + best.time) / uncut;
   };
-  estimate.quarter = share(estimate.cut_spacing, heads / 4, shared);
+  estimate.quarter = share(estimate.cut_spacing, heads / 4);
   if (known) {
     // What a spacing takes, as a share of what the usual one takes where a quarter of the heads do not decay; with the
     // other gates beside it, as far as they weigh.
     const float usual_quarter = estimate.quarter;
-    const float usual_half = share(estimate.cut_spacing, heads / 2, shared),
-                usual_none = share(estimate.cut_spacing, 0, shared);
+    const float usual_half = share(estimate.cut_spacing, heads / 2), usual_none = share(estimate.cut_spacing, 0);
     const auto others = [&](const CutSpacing& cut_spacing, float half) {
-      const float none = share(cut_spacing, 0, shared),
-                  loss_of_all = std::max(share(cut_spacing, heads, shared) - 1.0f, 0.0f);
+      const float none = share(cut_spacing, 0), loss_of_all = std::max(share(cut_spacing, heads) - 1.0f, 0.0f);
       return kWeightOfOthers * (half / usual_half + none / usual_none) + kWeightOfAll * loss_of_all / usual_quarter;
     };
     const int32_t usual = estimate.cut_spacing.spacing;
@@ -167,9 +123,9 @@ inline PlanEstimate estimate_plan(const LengthSummary& lengths, int32_t heads, i
       if (spacing == usual) return;
       CutSpacing cut_spacing;
       cut_spacing.set_spacing(spacing);
-      const float quarter = share(cut_spacing, heads / 4, shared), value = quarter / usual_quarter;
+      const float quarter = share(cut_spacing, heads / 4), value = quarter / usual_quarter;
       if (value >= best) return;
-      const float half = share(cut_spacing, heads / 2, shared);
+      const float half = share(cut_spacing, heads / 2);
       if (half > 1.0f + kMostLossOfExact) return;  // the call would not be planned
       if (const float all = value + others(cut_spacing, half) - usual_others; all < best) {
         estimate.cut_spacing = cut_spacing;
@@ -181,46 +137,19 @@ inline PlanEstimate estimate_plan(const LengthSummary& lengths, int32_t heads, i
     const int32_t step = std::max(usual / kCoarserSpacings, 1);
     for (int32_t spacing = usual + step; spacing <= 2 * usual + 1; spacing += step) consider(spacing);
   }
-  estimate.half = share(estimate.cut_spacing, heads / 2, shared);
-  if (known) {
-    estimate.all = share(estimate.cut_spacing, heads, false);
-    const float planning = costs.planning(boundaries_of(lengths, estimate.cut_spacing));
-    estimate.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / uncut;
-  }
+  estimate.half = share(estimate.cut_spacing, heads / 2);
+  if (known) estimate.all = share(estimate.cut_spacing, heads);
   return estimate;
 }
 
-// Whether a kernel of clusters of two goes after a plan: it makes what waits for states at cuts if no head decays.
-// uncut_shared: a kernel of several SMs to a head goes there anyway. Else it is one that every call pays for, and must
-// be worth it: a cut would lose to a call that is not cut, and so much of that is made good.
-inline bool clusters_pay(const LengthSummary& lengths, const PlanEstimate& estimate, int32_t heads, bool uncut_shared,
-                         int32_t sms, const Costs& costs) {
-  const int32_t pieces = pieces_of(lengths.longest, estimate.cut_spacing);
-  const BestAllExact best = best_by_clusters(lengths, pieces, heads, sms, costs);
-  if (best.time == 0.0f) return false;
-  const float planning = costs.planning(boundaries_of(lengths, estimate.cut_spacing));
-  const float cut = estimate.all * uncut_time(lengths, heads, sms, costs) - planning;
-  if (uncut_shared) return best.time < std::min(cut, time_of_shared(lengths, heads, sms, costs));
-  return estimate.all > 1.0f && kWeightOfAll * (cut - best.time) > costs.after;
-}
-
-// paired: TPCs may make what waits for states at cuts.
-inline ChoiceTable choice_table(const LengthSummary& lengths, const CutSpacing& cut_spacing, int32_t heads,
-                                bool uncut_shared, int32_t sms, const Costs& costs, bool clustered = false) {
+inline ChoiceTable choice_table(const LengthSummary& lengths, const CutSpacing& cut_spacing, int32_t heads, int32_t sms,
+                                const Costs& costs) {
   ChoiceTable choices;
   BestChoice best;
   for (int32_t share = 0; share <= ChoiceTable::kShares; ++share) {
     const int32_t exact = share * heads / ChoiceTable::kShares;
-    best = best_choice(lengths, cut_spacing, heads, exact, uncut_shared, sms, costs, best.choice);
-    const int32_t guess = best.choice;
-    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, cut_spacing), join_choice(guess).exact);
-    choices.of_share[share] = static_cast<uint8_t>(guess);
-    choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
-  }
-  if (!clustered) return choices;
-  const BestAllExact by_pairs = best_by_clusters(lengths, pieces_of(lengths.longest, cut_spacing), heads, sms, costs);
-  if (by_pairs.time > 0.0f && by_pairs.time < best.time * (1.0f - kLeastOfAllExact)) {
-    choices.all_exact = by_pairs.segments;
+    best = best_choice(lengths, cut_spacing, heads, exact, sms, costs, best.choice);
+    choices.of_share[share] = static_cast<uint8_t>(best.choice);
   }
   return choices;
 }

@@ -14,7 +14,6 @@ using fwd::Args;
 struct PlanWorkspace {
   PlanCounters* counters;
   PlanStart* start;
-  uint32_t* classifiers;       // [blocks that classify] TPCs
   uint8_t* warmups;            // [boundaries, Hv] of warmup_chunks()
   PlannedSequence* sequences;  // [N] where there are many
   int32_t* kinds;              // [N * Hv] likewise
@@ -32,7 +31,6 @@ struct PlanArgs {
   PlanWorkspace workspace;
   Capacity capacity;
   Costs costs;
-  int32_t uncut_shared;  // items without a cut are shared by several SMs, and another kernel's
   // A boundary's value heads are looked at a few of a key head at a time: a unit each.
   int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
   Divisor by_boundary_units, by_parts;
@@ -45,7 +43,7 @@ struct PlanArgs {
   int32_t in_place;     // final states overwrite initial ones
   // Not 0: a kernel before these has done the work where no sequence has so many chunks.
   int32_t least_longest;
-  int32_t unit_blocks, zero_fill_blocks;  // of the kernel that classifies
+  int32_t zero_fill_blocks;  // of the kernel that classifies
   int32_t sms;
   Carry carry;  // heads that it has are cut as it says, and have no state items
 };
@@ -60,7 +58,7 @@ __device__ __forceinline__ void reset_plan_start(const PlanWorkspace& workspace,
     *workspace.counters = PlanCounters{};
     workspace.counters->made = 1;
   }
-  static_cast<PlanTickets&>(*workspace.start) = PlanTickets{};
+  *workspace.start = PlanStart{};
 }
 #endif
 

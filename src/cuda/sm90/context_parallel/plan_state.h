@@ -27,31 +27,20 @@ struct Progress {
 
 // What the planner leaves for the kernels after it.
 struct PlanCounters {
-  // Of the items that write O one kernel takes all, the other has none: whole heads, or halves of V each; or whole
-  // heads those that depend on nothing, which halves then count as given out, and halves the others.
-  ItemList states, outputs, halves;
+  ItemList states, outputs;
   Progress progress;
   uint32_t blocks_running;                     // that have had a state item and may get more
   uint32_t helpers;                            // blocks without an item that may stay for the scans
   uint32_t scan_ticket;                        // next piece of a scan
   int32_t spacing, decaying_join, exact_join;  // what was chosen; for tests
   int32_t exact_heads;                         // sequences times heads that are exact; for tests
-  uint32_t planner_tpc;                        // of SMs, of which the planner holds one; for tests
+  uint32_t planner_tpc;                        // of SMs, of which the planner holds one
   uint32_t made;                               // 1: all of this is there, and the lists; 0 before
 };
 
-// What there is before the plan. Tickets can be taken then, and the planner says how many state items there will be
-// some microseconds before the plan is there, so that SMs without one can go on to the next kernel.
-struct PlanTickets {
-  ItemTickets states, outputs, halves;
-  uint32_t published_items;  // 0: nothing is known; else one more than planner_tpc << 16 | state items, at most so many
-  uint32_t left;             // blocks of the state kernel that left on it
-  uint32_t likely_items;     // as `published_items`, before any gate is known: a quarter of the heads exact
-};
-struct PlanStart : PlanTickets {
-  // TPCs in the order in which they get state items, from 1 on: there before the two numbers above.
-  static constexpr int kTpcs = 96;  // SMs with higher numbers get what is left
-  uint32_t place[kTpcs];
+// What there is before the plan: tickets can be taken then.
+struct PlanStart {
+  ItemTickets states, outputs;
 };
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -248,7 +248,6 @@ __device__ __forceinline__ void scan_cut_states(const KernelArgs& p, int warp, i
   static_assert(sizeof(Memory) <= Traits::kSmemProducer);  // the producer stays
   Memory& memory = *reinterpret_cast<Memory*>(shared_memory());
   const int32_t opened = opened_items<Traits>();
-  if (opened < 0) return;  // the plan is not there
   const Progress& progress = p.counters->progress;
   const int units = static_cast<int>(progress.pieces);
   // A block that had no item leaves its SM to the next kernel. But as many stay as there are more pieces than items, on

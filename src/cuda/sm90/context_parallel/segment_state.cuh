@@ -20,70 +20,29 @@ using fwd::open_queue;
 
 // Of two SMs that share a cache of instructions a block took 3.3 us a chunk in place of 1.7 with another kernel on its
 // neighbour, and so do the items that write O concurrently: state items go to as few whole TPCs as hold them,
-// beginning after the planner's, which has an SM that comes late.
-// TPCs whose blocks come late, as boundaries are classified on them, come last (list_items_kernel()).
-__device__ __forceinline__ uint32_t place_of_tpc(const PlanStart* start) {
-  return load_now(&start->place[min(tpc(), PlanStart::kTpcs - 1u)]);
-}
-__device__ __forceinline__ bool has_tpc(uint32_t place, uint32_t tiles) { return place <= (tiles + 1) / 2; }
-
-// A block without a TPC leaves before the plan is there, as soon as the number of items is, while as many blocks stay
-// as there are items. The first always stays: a kernel must not end before those it depends on, and it waits for them.
-// So does the planner's neighbour, so that the next kernel's instructions do not hold up the planner.
-inline constexpr int32_t kLeft = -1;  // QueueProducer::opened of a block that did
-__device__ __forceinline__ bool leaves_early(PlanStart* start, uint32_t tiles, uint32_t planner_tpc) {
-  return tpc() != planner_tpc && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
+// beginning after the planner's, which has an SM that comes late. The plan must be there.
+__device__ __forceinline__ bool has_tpc(const KernelArgs& p, uint32_t items) {
+  const uint32_t all = (gridDim.x + 2) / 2;  // there is a block to each SM but one
+  const uint32_t own = tpc(), planner = p.counters->planner_tpc;
+  const uint32_t place = own > planner ? own - planner : all + own - planner;
+  return place <= (items + 1) / 2;
 }
 
-// Before anything else, by one thread: whether the block leaves. One that is likely to does nothing but wait until the
-// number of items is published: instructions that come for the first time, and the warm-up chunk, would hold up the
-// kernel after this one.
-__device__ __forceinline__ bool leaves_at_once(const KernelArgs& p) {
-  const uint32_t likely_items = load_now(&p.start->likely_items);
-  const uint32_t place = place_of_tpc(p.start);  // asked for beside it
-  if (likely_items == 0 || has_tpc(place, (likely_items - 1) & 0xffff)) return false;
-  uint32_t published_items = 0;
-  while (published_items == 0 && load_now(&p.counters->made) != 1)
-    published_items = load_now(&p.start->published_items);
-  // The plan was there before: as all other blocks do, if there is no state to be made, as where all have been carried.
-  if (published_items == 0) {
-    return load_acquire(&p.counters->made) == 1 && p.sizes->items == 0 && blockIdx.x != 0;
-  }
-  const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
-  return !has_tpc(place, tiles) && leaves_early(p.start, tiles, planner_tpc);
-}
-
-// Other blocks without a TPC let those that have one take the items, and take what is left, if anything is, after some
+// Other blocks let those that have a TPC take the items, and take what is left, if anything is, after some
 // microseconds.
 __device__ __forceinline__ void leave_items_to_whole_tpcs(const KernelArgs& p) {
-  const uint32_t tiles = static_cast<uint32_t>(p.sizes->items);
-  if (has_tpc(place_of_tpc(p.start), tiles)) return;
+  const uint32_t items = static_cast<uint32_t>(p.sizes->items);
+  if (has_tpc(p, items)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
-  for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < tiles; ++i) {
+  for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < items; ++i) {
   }
 }
 
-// The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves. early: a
-// ticket that the block has taken meanwhile, if it is to have an item; else -1.
-__device__ __forceinline__ bool stays_for_plan(const KernelArgs& p, int32_t* early) {
-  bool asked = false;
-  *early = -1;
-  while (load_acquire(&p.counters->made) != 1) {
-    const uint32_t published_items = asked ? 0 : load_now(&p.start->published_items);
-    const uint32_t place = place_of_tpc(p.start);  // asked for beside it
-    if (published_items == 0) continue;
-    asked = true;
-    const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
-    if (has_tpc(place, tiles)) {
-      *early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
-    } else if (leaves_early(p.start, tiles, planner_tpc)) {
-      return false;
-    }
-  }
-  launch_dependents();
-  fence_proxy_async_all();
-  return true;
+// Before anything else, by one thread: whether the plan is there and has no state to be made, as where all have been
+// carried. The first block always stays: a kernel must not end before those it depends on, and it waits for them.
+__device__ __forceinline__ bool leaves_at_once(const KernelArgs& p) {
+  return load_acquire(&p.counters->made) == 1 && p.sizes->items == 0 && blockIdx.x != 0;
 }
 
 // The first chunks of the block's items, and where its producer stands then.
@@ -102,19 +61,17 @@ __device__ __forceinline__ FoundChunks<Traits>& found_chunks() {
 template <typename Traits>
 __device__ __forceinline__ void open_second_stream(const KernelArgs& p) {
   FoundChunks<Traits>& found = found_chunks<Traits>();
-  int32_t early;
-  const bool stays = stays_for_plan(p, &early);
-  if (stays && early < 0) leave_items_to_whole_tpcs(p);
+  // The plan, not the end of the kernel that makes it, which comes a microsecond later.
+  while (load_acquire(&p.counters->made) != 1) {
+  }
+  launch_dependents();
+  fence_proxy_async_all();
+  leave_items_to_whole_tpcs(p);
   // Concurrently with the warm-up chunk, whose producer and descriptors are the queue's own; else there at once.
   const bool beside = !mbarrier_test(smem() + Traits::kReset, 0);
   QueueProducer& producer = beside ? found.producer : queue_producer<Traits>();
   ChunkDescriptor* const descriptors = beside ? found.descriptors : queue_descriptors<Traits>();
   open_queue<Traits>(p, producer);
-  producer.item = early;
-  if (!stays) {
-    producer.opened = kLeft;
-    producer.items = 0;
-  }
 #pragma unroll 1
   for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, producer, descriptors[m]);
   if (beside) {
@@ -196,7 +153,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (threadIdx.x == kOpeningThread) open_second_stream<Traits>(p);
       __syncwarp();
     }
-    if (threadIdx.x == 0 && opened_items<Traits>() != kLeft) wait_for_predecessors();
+    if (threadIdx.x == 0) wait_for_predecessors();
     if (threadIdx.x / 32 == kTransitionWarp) scan_cut_states<Traits, true>(p, 0, thread % 32);
   } else {
     claim_registers<Traits::kStateRegisters>();

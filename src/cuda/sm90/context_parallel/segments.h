@@ -32,51 +32,39 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { retur
 
 // How the heads of one kind of a sequence are cut.
 struct Segmentation {
-  int32_t count;  // segments
-  int32_t parts;  // that make them up: pieces, or (even) chunks
-  int32_t least;  // parts of each segment, or one more
-  int32_t large;  // segments of the larger size; all where there is one size, or sizes do not count
-  bool even;
+  int32_t count;   // segments
+  int32_t pieces;  // that make them up
+  int32_t least;   // pieces of each segment, or one more
+  int32_t large;   // segments of the larger size; all where there is one size, or sizes do not count
   Divisor by_count;
 
   // Pieces joined as evenly as may be.
   FLASH_QLA_HOST_DEVICE Segmentation(int32_t pieces, int32_t join, bool in_order)
-      : count(joined_pieces(pieces, join)), parts(pieces), even(false), by_count(count) {
+      : count(joined_pieces(pieces, join)), pieces(pieces), by_count(count) {
     least = by_count.divide(pieces);
     large = in_order || pieces == least * count ? count : pieces - least * count;
   }
-  // At any chunk: a head that keeps all of its state may be cut there, not only where boundaries were looked at.
-  FLASH_QLA_HOST_DEVICE Segmentation(const CutSequence& cuts, int32_t segments)
-      : count(segments), parts(cuts.chunks), large(segments), even(true), by_count(segments) {
-    least = by_count.divide(parts);
-  }
 
-  // The part that segment k starts with; of `count` the number of parts.
-  FLASH_QLA_HOST_DEVICE int32_t first_part(int32_t k) const {
-    return k * least + by_count.divide(k * (parts - least * count) + count - 1);
+  // The piece that segment k starts with; of `count` the number of pieces.
+  FLASH_QLA_HOST_DEVICE int32_t first_piece(int32_t k) const {
+    return k * least + by_count.divide(k * (pieces - least * count) + count - 1);
   }
   // ... and the chunk.
-  FLASH_QLA_HOST_DEVICE int32_t start(const CutSequence& cuts, int32_t k) const {
-    return even ? first_part(k) : cuts.at(first_part(k));
-  }
+  FLASH_QLA_HOST_DEVICE int32_t start(const CutSequence& cuts, int32_t k) const { return cuts.at(first_piece(k)); }
   // The place of segment k when large ones come first. The first one is large, the last one comes last.
   FLASH_QLA_HOST_DEVICE int32_t order(int32_t k) const {
     if (large == count) return k;
-    const int32_t from = first_part(k), large_before = from - k * least;
-    return first_part(k + 1) - from > least ? large_before : large + k - large_before;
+    const int32_t from = first_piece(k), large_before = from - k * least;
+    return first_piece(k + 1) - from > least ? large_before : large + k - large_before;
   }
 };
 
 // How all heads of a batch are cut.
 struct CutChoice {
   Join join;
-  // Not 0: no head decays, each is cut evenly into so many segments, and clusters of two make what waits for states at
-  // cuts.
-  int32_t clusters = 0;
   bool in_order = false;  // items of a head go to their list by their numbers, not by their sizes
 
   FLASH_QLA_HOST_DEVICE Segmentation segments(const CutSequence& cuts, bool is_exact) const {
-    if (is_exact && clusters > 0) return Segmentation(cuts, clusters);
     return Segmentation(cuts.pieces, is_exact ? join.exact : join.decaying, in_order);
   }
 };

@@ -47,16 +47,10 @@ __device__ __forceinline__ void forward_states(const Args& p, PassWork work, uin
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
-  constexpr bool kGoesOn = takes_runs(kVariant);  // to another run
-  // Before the first one the warm-up of instructions.
+  // Before the pass the warm-up of instructions.
 #pragma unroll 1
-  for (int run = Traits::kWarmsUpInstructions ? -1 : 0; kGoesOn || run < 1; ++run) {
-    if (run >= 0) {
-      if constexpr (kGoesOn) {
-        if (!work.enter<kVariant, false>(smem, run)) break;
-      }
-      start_state(S, p, work, p.initial_state, at);
-    }
+  for (int run = Traits::kWarmsUpInstructions ? -1 : 0; run < 1; ++run) {
+    if (run >= 0) start_state(S, p, work, p.initial_state, at);
     const int end = run >= 0 ? work.steps : 0;
     if (end > 0) fetch(0);
     for (int step = Traits::kWarmsUpInstructions && run < 0 ? -1 : 0; step < end; ++step) {

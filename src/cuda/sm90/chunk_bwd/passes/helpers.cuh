@@ -12,32 +12,30 @@ namespace flash_qla::cuda::sm90::bwd {
 template <Variant kVariant, bool kReverse>
 __device__ __forceinline__ void count_chunks(const Args& p, PassWork work, uint32_t smem, int lane) {
   using Traits = PassTraits<kVariant>;
-  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
-    if (work.steps == work.warmup) continue;
-    const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
-    const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
-    for (int counted = 0; counted < pairs;) {
-      uint32_t done = load_shared_acquire(smem + Traits::kStored);
-      if (Traits::kFused && kReverse && work.half == 0) done = min(done, load_shared_acquire(smem + Traits::kMade));
-      const int turn = counted + lane, pair = from / 2 + (kReverse ? -turn : turn);
-      const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
-      const int step = work.before + (kReverse ? work.first - first : last - work.first);
-      // Each lane has asked by itself, so a later one may have been told of more than an earlier one: what is counted
-      // ends before the first that has not seen its pair.
-      const uint32_t missing = ~__ballot_sync(0xffffffffu, turn < pairs && step < static_cast<int>(done));
-      const int next = counted + (missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1);
-      if (turn < next) {
-        // A chunk without a second one counts as both.
-        const bool alone = (2 * pair + 1) * kChunk >= work.sequence.length;
-        const uint32_t by = (alone ? 2 : last - first + 1) * Traits::kHalves;
-        const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + pair) * p.Hq + work.key_head;
-        if (fetch_add_release(p.progress + item, by) + by == kPairCount * p.group) {
-          store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
-        }
+  if (work.steps == work.warmup) return;
+  const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
+  const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
+  for (int counted = 0; counted < pairs;) {
+    uint32_t done = load_shared_acquire(smem + Traits::kStored);
+    if (Traits::kFused && kReverse && work.half == 0) done = min(done, load_shared_acquire(smem + Traits::kMade));
+    const int turn = counted + lane, pair = from / 2 + (kReverse ? -turn : turn);
+    const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
+    const int step = kReverse ? work.first - first : last - work.first;
+    // Each lane has asked by itself, so a later one may have been told of more than an earlier one: what is counted
+    // ends before the first that has not seen its pair.
+    const uint32_t missing = ~__ballot_sync(0xffffffffu, turn < pairs && step < static_cast<int>(done));
+    const int next = counted + (missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1);
+    if (turn < next) {
+      // A chunk without a second one counts as both.
+      const bool alone = (2 * pair + 1) * kChunk >= work.sequence.length;
+      const uint32_t by = (alone ? 2 : last - first + 1) * Traits::kHalves;
+      const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + pair) * p.Hq + work.key_head;
+      if (fetch_add_release(p.progress + item, by) + by == kPairCount * p.group) {
+        store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
       }
-      if (next == counted) __nanosleep(100);
-      counted = next;
     }
+    if (next == counted) __nanosleep(100);
+    counted = next;
   }
 }
 
@@ -50,97 +48,95 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
   uint32_t kept = 0;  // phase of state_full
   constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
   auto cursor = StageCursor<kStages>::template before_first<Traits::kWarmsUpInstructions>();
-  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
-    for (int step = Traits::kWarmsUpInstructions && run == 0 ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
-      recompute_from(work.head, work.sequence.batch, lane);  // as in the passes
-      const int c = work.chunk(step);
-      const ChunkInfo chunk = work.info(c);
-      const int64_t tile = work.tile(p, c);
-      const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
-                              (kReverse ? Traits::kRevDo : Traits::kFwdV);
-      const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
-      if (keeps) {
-        for (int group = 0; group < Traits::kHalves; ++group) {
-          mbarrier_wait(bars.state_full(group), kept);
-          if (lane == 0) {
-            fence_proxy_async();
-            const int half = work.half + group;
-            if (kReverse) {
-              const int first = c / 2 * (2 * kChunk);  // of the pair's tokens
-              const bool in_output = waits_in_output(p, min(2 * kChunk, work.sequence.length - first));
-              const int place = (p.grads_in_outputs ? work.n : work.sequence.first_pair + c / 2) * p.Hv + work.head;
-#pragma unroll 1
-              for (int part = 0; part < 2; ++part) {
-                const uint32_t from = out + part * kTileBytes;
-                const int token = work.sequence.token + first + part * kChunk;
-                if (!in_output) {
-                  tma_store_5d(&maps.state_grads, from, 0, 0, half, part, place);
-                } else if (work.head + 1 == (work.key_head + 1) * p.group) {
-                  tma_store_5d(&maps.dk, from, 0, token, half, work.key_head, work.sequence.batch);
-                } else {
-                  tma_store_5d(&maps.dq, from, 0, token, half, work.key_head, work.sequence.batch);
-                }
-              }
-            } else {
-              uint8_t* to = p.states + work.state_tile(p, c) * kStateBytes + half * kTileBytes;
-              bulk_store(to, out, kTileBytes);
-              bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
-            }
-          }
-          if constexpr (Traits::kHalves == 2) {
-            if (lane == 0) {
-              tma_store_commit();
-              tma_store_wait_read();
-            }
-            arrive_warp(bars.state_empty(group ^ 1), lane);
-          }
-        }
-        kept ^= 1;
-      }
-      mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>());
-      // Also where nothing goes out: without it a row that the copy engine loads into this stage next may lose to what
-      // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the step that warms
-      // up instructions).
-      if (lane == 0) fence_proxy_async();
-      if (wanted) {
-        if (kReverse && chunk.valid < kChunk) {
-          // The copy engine knows no sequence ends.
-          for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
-            const int row = piece / 8, within = piece % 8;
-            uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
-                           row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
-            for (int group = 0; group < Traits::kHalves; ++group) {
-              *reinterpret_cast<uint4*>(to + 64 * group) =
-                  load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
-            }
-          }
-        } else if (lane == 0) {
+  for (int step = Traits::kWarmsUpInstructions ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
+    recompute_from(work.head, work.sequence.batch, lane);  // as in the passes
+    const int c = work.chunk(step);
+    const ChunkInfo chunk = work.info(c);
+    const int64_t tile = work.tile(p, c);
+    const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
+                            (kReverse ? Traits::kRevDo : Traits::kFwdV);
+    const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
+    if (keeps) {
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        mbarrier_wait(bars.state_full(group), kept);
+        if (lane == 0) {
+          fence_proxy_async();
+          const int half = work.half + group;
           if (kReverse) {
-            for (int group = 0; group < Traits::kHalves; ++group) {
-              tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
-                           chunk.batch);
+            const int first = c / 2 * (2 * kChunk);  // of the pair's tokens
+            const bool in_output = waits_in_output(p, min(2 * kChunk, work.sequence.length - first));
+            const int place = (p.grads_in_outputs ? work.n : work.sequence.first_pair + c / 2) * p.Hv + work.head;
+#pragma unroll 1
+            for (int part = 0; part < 2; ++part) {
+              const uint32_t from = out + part * kTileBytes;
+              const int token = work.sequence.token + first + part * kChunk;
+              if (!in_output) {
+                tma_store_5d(&maps.state_grads, from, 0, 0, half, part, place);
+              } else if (work.head + 1 == (work.key_head + 1) * p.group) {
+                tma_store_5d(&maps.dk, from, 0, token, half, work.key_head, work.sequence.batch);
+              } else {
+                tma_store_5d(&maps.dq, from, 0, token, half, work.key_head, work.sequence.batch);
+              }
             }
           } else {
-            bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
+            uint8_t* to = p.states + work.state_tile(p, c) * kStateBytes + half * kTileBytes;
+            bulk_store(to, out, kTileBytes);
+            bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
           }
         }
-        if (lane == 0) {
-          tma_store_commit();  // a group a step
-          tma_store_wait_read();
+        if constexpr (Traits::kHalves == 2) {
+          if (lane == 0) {
+            tma_store_commit();
+            tma_store_wait_read();
+          }
+          arrive_warp(bars.state_empty(group ^ 1), lane);
         }
       }
-      arrive_warp(bars.empty(cursor.stage), lane);
-      if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
-      // What was left two steps ago has had the time that it takes.
-      if (lane == 0 && work.before + step > 0) {
-        tma_store_wait_but<2>();
-        store_shared_release(stored, work.before + step - 1);
+      kept ^= 1;
+    }
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>());
+    // Also where nothing goes out: without it a row that the copy engine loads into this stage next may lose to what
+    // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the step that warms
+    // up instructions).
+    if (lane == 0) fence_proxy_async();
+    if (wanted) {
+      if (kReverse && chunk.valid < kChunk) {
+        // The copy engine knows no sequence ends.
+        for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
+          const int row = piece / 8, within = piece % 8;
+          uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
+                         row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            *reinterpret_cast<uint4*>(to + 64 * group) =
+                load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
+          }
+        }
+      } else if (lane == 0) {
+        if (kReverse) {
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
+                         chunk.batch);
+          }
+        } else {
+          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
+        }
       }
+      if (lane == 0) {
+        tma_store_commit();  // a group a step
+        tma_store_wait_read();
+      }
+    }
+    arrive_warp(bars.empty(cursor.stage), lane);
+    if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
+    // What was left two steps ago has had the time that it takes.
+    if (lane == 0 && step > 0) {
+      tma_store_wait_but<2>();
+      store_shared_release(stored, step - 1);
     }
   }
   if (lane == 0) {
     tma_store_wait_all();
-    store_shared_release(stored, work.before + work.steps);
+    store_shared_release(stored, work.steps);
   }
 }
 
@@ -149,27 +145,25 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
 template <Variant kVariant, bool kReverse>
 __device__ __forceinline__ void watch_prepared(const Args& p, PassWork work, uint32_t smem) {
   constexpr int kSteps = 8;  // asked for at once
-  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
-    for (int known = 0; known < work.steps;) {
-      uint32_t done[kSteps];
+  for (int known = 0; known < work.steps;) {
+    uint32_t done[kSteps];
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
-        done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
-      }
-      if (done[0] == 0) {
-        __nanosleep(100);
-        continue;
-      }
-      acquire_loads();
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        all &= done[i] != 0;
-        known += all;
-      }
-      store_shared_release(smem + PassTraits<kVariant>::kMade, work.before + known);
+    for (int i = 0; i < kSteps; ++i) {
+      const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
+      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
     }
+    if (done[0] == 0) {
+      __nanosleep(100);
+      continue;
+    }
+    acquire_loads();
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      all &= done[i] != 0;
+      known += all;
+    }
+    store_shared_release(smem + PassTraits<kVariant>::kMade, known);
   }
 }
 
@@ -180,71 +174,68 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, Pas
   using Traits = PassTraits<kVariant>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
   StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
-    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-      const ChunkInfo chunk = work.info(work.chunk(step));
-      const uint32_t bar = bars.loaded(cursor.stage);
-      const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-      if constexpr (!Traits::kFused) {
-        const uint32_t at = static_cast<uint32_t>(work.before + step);
-        if (p.beside && at >= prepared) {
-          while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= at) {
-          }
-          fence_proxy_async_all();
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const ChunkInfo chunk = work.info(work.chunk(step));
+    const uint32_t bar = bars.loaded(cursor.stage);
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    if constexpr (!Traits::kFused) {
+      const uint32_t at = static_cast<uint32_t>(step);
+      if (p.beside && at >= prepared) {
+        while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= at) {
         }
+        fence_proxy_async_all();
       }
-      // The first round finds all stages empty, but for the one that instructions are warmed up in.
-      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
-      mbarrier_arrive_expect(bar, !Traits::kFused ? (kReverse ? Traits::kRevStage : Traits::kFwdStage) + kPassGateBytes
-                                  : kReverse      ? Traits::kRevP
-                                                  : Traits::kFwdStage);
-      if constexpr (kReverse) {
-        // P is made of these first.
-        for (int half = 0; half < 2; ++half) {
-          tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
-                      chunk.batch);
-        }
-      }
-      static_assert(Traits::kFwdK == Traits::kRevK);
+    }
+    // The first round finds all stages empty, but for the one that instructions are warmed up in.
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
+    mbarrier_arrive_expect(bar, !Traits::kFused ? (kReverse ? Traits::kRevStage : Traits::kFwdStage) + kPassGateBytes
+                                : kReverse      ? Traits::kRevP
+                                                : Traits::kFwdStage);
+    if constexpr (kReverse) {
+      // P is made of these first.
       for (int half = 0; half < 2; ++half) {
-        tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
+        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
                     chunk.batch);
       }
-      const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-      if constexpr (Traits::kFused) {
-        tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
-      } else {
-        const int64_t tile = work.tile(p, work.chunk(step));
-        bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-        bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
-                  p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
-        if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
-      }
-      if constexpr (kReverse) {
-        // Without dO: a tile wholly outside the tensor, which arrives as zeros.
-        for (int group = 0; group < Traits::kHalves; ++group) {
-          tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
-                      work.half + group, work.head, chunk.batch);
-        }
-      } else {
-        for (int group = 0; group < Traits::kHalves; ++group) {
-          // A transition has no values: outside the tensor as well.
-          tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
-                      work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
-        }
-      }
     }
-    if (kReverse &&
-        work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
-      const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
-      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
-      mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
+    static_assert(Traits::kFwdK == Traits::kRevK);
+    for (int half = 0; half < 2; ++half) {
+      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
+                  chunk.batch);
+    }
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    if constexpr (Traits::kFused) {
+      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
+    } else {
+      const int64_t tile = work.tile(p, work.chunk(step));
+      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
+      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
+      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
+    }
+    if constexpr (kReverse) {
+      // Without dO: a tile wholly outside the tensor, which arrives as zeros.
       for (int group = 0; group < Traits::kHalves; ++group) {
-        tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
-                    bars.loaded(cursor.stage), 0, chunk.token, work.half + group, work.head, chunk.batch);
+        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
+                    work.half + group, work.head, chunk.batch);
       }
-      cursor.advance();
+    } else {
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        // A transition has no values: outside the tensor as well.
+        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
+                    work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
+      }
     }
+  }
+  if (kReverse && work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
+    const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
+    mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
+    for (int group = 0; group < Traits::kHalves; ++group) {
+      tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
+                  bars.loaded(cursor.stage), 0, chunk.token, work.half + group, work.head, chunk.batch);
+    }
+    cursor.advance();
   }
 }
 
@@ -281,23 +272,16 @@ __device__ __forceinline__ void make_gate_stages(const Args& p, PassWork work, u
         if (lane == 0) note_small_beta(p, static_cast<int>(tile));
       }
       __syncwarp();
-      if (lane == 0) store_shared_release(smem + Traits::kMade, work.before + step + 1);
+      if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
     }
     cursor.advance();
   };
-  const auto make_all = [&] {
-    if (work.steps == 0) return;
-    // By turns in two places: to move one to the other would be to wait for it.
-    RawGates even = load(0), odd = load(1);
-    for (int step = 0; step < work.steps; step += 2) {
-      make(step, even);
-      if (step + 1 < work.steps) make(step + 1, odd);
-    }
-  };
-  if constexpr (takes_runs(kVariant) && !kReverse) {
-    for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) make_all();
-  } else {
-    make_all();
+  if (work.steps == 0) return;
+  // By turns in two places: to move one to the other would be to wait for it.
+  RawGates even = load(0), odd = load(1);
+  for (int step = 0; step < work.steps; step += 2) {
+    make(step, even);
+    if (step + 1 < work.steps) make(step + 1, odd);
   }
 }
 
@@ -366,29 +350,25 @@ __device__ __forceinline__ void gate_stages(const Args& p, PassWork work, uint32
   // and its last one the most, and the first quarter has the gates' warp as well.
   const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
   StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
-    // What the state group takes of the caller's tensor when it gets here.
-    if (run > 0) prefetch_state(p, work, kReverse ? p.dht : p.initial_state, at);
-    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-      const int valid = work.info(work.chunk(step)).valid;
-      const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-      const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-      const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
-      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-      if (valid < kChunk) {
-        const int thread = 32 * at.warp + at.lane;
-        zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
-        if constexpr (!kReverse) {
-          for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
-        }
-        zero_tail(sGA, valid, thread, 128);
-        named_barrier_sync(kGateBarrier, 128);
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      const int thread = 32 * at.warp + at.lane;
+      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
+      if constexpr (!kReverse) {
+        for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
       }
-      gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
-      fence_proxy_async();
-      arrive_warp(bars.gated(cursor.stage), at.lane);
+      zero_tail(sGA, valid, thread, 128);
+      named_barrier_sync(kGateBarrier, 128);
     }
+    gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
+    fence_proxy_async();
+    arrive_warp(bars.gated(cursor.stage), at.lane);
   }
 }
 
@@ -422,34 +402,32 @@ __device__ __forceinline__ void make_P(const Args& p, PassWork work, uint32_t sm
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, false);
   StageCursor<Traits::kRevStages> cursor;
-  for (uint32_t run = 0; work.enter<kVariant, true>(smem, run); ++run) {
-    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-      const int valid = work.info(work.chunk(step)).valid;
-      const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
-      const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
-      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-      if (valid < kChunk) {
-        for (int half = 0; half < 2; ++half) {
-          zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
-          zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
-        }
-        fence_proxy_async();
-        named_barrier_sync(kPBarrier, 128);
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
+    const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+        zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
       }
-      const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
-      float qk[32], c_row[2], c[16];
-      start_query_key_products<T>(qk, sQ, sK);
-      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-      load_row_cumsums(c_row, sGates, valid, at);
-      load_columns(c, sGates, at.lane);
-      mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
-      wgmma_wait<0>();
-      pin(qk);
-      store_P<T>(smem + Traits::kP, qk, c_row, diagonal, p.scale, at,
-                 [&](int j, int half) { return make_float2(c[4 * j + 2 * half], c[4 * j + 2 * half + 1]); });
       fence_proxy_async();
-      arrive_warp(bars.P_full(), at.lane);
+      named_barrier_sync(kPBarrier, 128);
     }
+    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
+    float qk[32], c_row[2], c[16];
+    start_query_key_products<T>(qk, sQ, sK);
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_row_cumsums(c_row, sGates, valid, at);
+    load_columns(c, sGates, at.lane);
+    mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
+    wgmma_wait<0>();
+    pin(qk);
+    store_P<T>(smem + Traits::kP, qk, c_row, diagonal, p.scale, at,
+               [&](int j, int half) { return make_float2(c[4 * j + 2 * half], c[4 * j + 2 * half + 1]); });
+    fence_proxy_async();
+    arrive_warp(bars.P_full(), at.lane);
   }
 }
 
@@ -459,55 +437,52 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
                                             Lane at) {
   using Traits = PassTraits<kVariant>;
   StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
-    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-      // Addresses made from these are made again in each step: few registers.
-      recompute_from(at.warp, at.lane);
-      const int valid = work.info(work.chunk(step)).valid;
-      const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-      const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-      const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
-      static_assert(Traits::kFwdK == Traits::kRevK);
-      const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
-      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-      if (valid < kChunk) {
-        const int thread = 32 * at.warp + at.lane;
-        // V or dO, K, and Q.
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    // Addresses made from these are made again in each step: few registers.
+    recompute_from(at.warp, at.lane);
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
+    static_assert(Traits::kFwdK == Traits::kRevK);
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      const int thread = 32 * at.warp + at.lane;
+      // V or dO, K, and Q.
 #pragma unroll 1
-        for (int tile = 0; tile < (kReverse ? 6 : 4); ++tile) {
-          static_assert(Traits::kRevQ == 2 * kTileBytes && Traits::kRevDo == 4 * kTileBytes &&
-                        Traits::kFwdV == 2 * kTileBytes);
-          zero_tail(base + tile * kTileBytes, valid, thread, 128);
-        }
-        zero_tail(sGA, valid, thread, 128);
-        fence_proxy_async();
-        named_barrier_sync(kGateBarrier, 128);
+      for (int tile = 0; tile < (kReverse ? 6 : 4); ++tile) {
+        static_assert(Traits::kRevQ == 2 * kTileBytes && Traits::kRevDo == 4 * kTileBytes &&
+                      Traits::kFwdV == 2 * kTileBytes);
+        zero_tail(base + tile * kTileBytes, valid, thread, 128);
       }
-      if constexpr (kReverse) {
-        float qk[32];
-        start_query_key_products<T>(qk, sQ, sK);
-        mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-        float c_row[2];
-        load_row_cumsums(c_row, sGates, valid, at);
-        wgmma_wait<0>();
-        pin(qk);
-        recompute_from(at.warp, at.lane);
-        uint32_t diagonal[4];
-        diagonal_masks(diagonal, at.lane, false);
-        store_P<T>(base + Traits::kRevP, qk, c_row, diagonal, p.scale, at, [&](int j, int half) {
-          return load_shared_f2(sGates + (16 * j + 8 * half + 2 * (at.lane % 4)) * 4);
-        });
-      } else {
-        mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-      }
+      zero_tail(sGA, valid, thread, 128);
+      fence_proxy_async();
+      named_barrier_sync(kGateBarrier, 128);
+    }
+    if constexpr (kReverse) {
+      float qk[32];
+      start_query_key_products<T>(qk, sQ, sK);
+      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+      float c_row[2];
+      load_row_cumsums(c_row, sGates, valid, at);
+      wgmma_wait<0>();
+      pin(qk);
       recompute_from(at.warp, at.lane);
       uint32_t diagonal[4];
-      diagonal_masks(diagonal, at.lane, true);
-      const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
-      gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
-      fence_proxy_async();
-      arrive_warp(bars.gated(cursor.stage), at.lane);
+      diagonal_masks(diagonal, at.lane, false);
+      store_P<T>(base + Traits::kRevP, qk, c_row, diagonal, p.scale, at,
+                 [&](int j, int half) { return load_shared_f2(sGates + (16 * j + 8 * half + 2 * (at.lane % 4)) * 4); });
+    } else {
+      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     }
+    recompute_from(at.warp, at.lane);
+    uint32_t diagonal[4];
+    diagonal_masks(diagonal, at.lane, true);
+    const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
+    gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
+    fence_proxy_async();
+    arrive_warp(bars.gated(cursor.stage), at.lane);
   }
 }
 

@@ -27,9 +27,9 @@ __device__ __forceinline__ void run_states(const Args& p, const Maps& maps, cons
                                            const PassBarriers& bars, int warp, int lane) {
   using Traits = PassTraits<kVariant>;
   PassWork work = found;
-  if constexpr (Traits::kFused && (kReverse || !takes_runs(kVariant))) {
+  if constexpr (Traits::kFused) {
     work.reverse = kReverse;
-    work.warmup = work.before = 0;
+    work.warmup = 0;
     work.start = work.finish = kStateGiven;
   }
   constexpr int kCopyWarp = Traits::kCopyWarp;
@@ -89,36 +89,8 @@ __device__ __forceinline__ void find_sequence_work(const Args& p, PassWork* work
   const uint32_t index = blockIdx.x - (work->reverse ? 0 : one_pass);
   work->take_whole(p, PassTraits<kVariant>::kHalves == 2 ? 2 * index : index);
   work->warmup = 0;
-  work->before = 0;
   work->start = kStateGiven;
   work->finish = kStateGiven;
-}
-
-// A warp: the runs of a forward pass over a whole sequence (segments.cuh).
-template <typename Traits>
-__device__ __forceinline__ void find_runs(const Args& p, const PassWork& work, uint32_t smem, int lane) {
-  const int chunks = work.sequence.chunks(),
-            edges = p.run_chunks == 0 ? 0 : min((chunks - 1) / p.run_chunks, kMostRuns - 1);
-  int warmup = kExact;
-  if (lane < edges) {
-    const int begin = (lane + 1) * p.run_chunks;
-    warmup = find_warmup(p, Segment{work.sequence, work.n, lane + 1, edges + 1, begin, chunks}, work.head, false);
-  }
-  uint32_t runs = 0;
-  for (int edge = edges, end = chunks, before = 0; edge >= 0; --edge) {
-    const int of_edge = __shfl_sync(0xffffffffu, warmup, max(edge - 1, 0));
-    if (edge > 0 && of_edge == kExact) continue;
-    const int warm = edge == 0 ? 0 : of_edge, begin = edge * p.run_chunks, steps = end - begin + warm;
-    if (lane == 0) {
-      store_shared_u4(smem + Traits::kRuns + 16 * runs,
-                      make_uint4(static_cast<uint32_t>(begin - warm), static_cast<uint32_t>(steps),
-                                 static_cast<uint32_t>(warm), static_cast<uint32_t>(before)));
-    }
-    ++runs;
-    before += steps;
-    end = begin;
-  }
-  if (lane == 0) store_shared_release(smem + Traits::kRunCount, runs);
 }
 
 // Segments. Blocks: what the rounds kernel has listed x half of V. False: nothing to do.
@@ -143,7 +115,6 @@ __device__ __forceinline__ bool find_segment_work(const Args& p, bool second_rou
   work->sequence = s.sequence;
   work->reverse = reverse;
   work->warmup = 0;
-  work->before = 0;
   work->steps = s.end - s.begin;
   work->first = reverse ? s.end - 1 : s.begin;
   if (listed.pass == kTransitionPass) {
@@ -230,15 +201,6 @@ __global__ __launch_bounds__(PassTraits<kVariant>::kThreads,
   work.key_head = work.head / p.group;
 
   if (threadIdx.x == 0) init_pass<Traits>(smem, bars);
-  if constexpr (takes_runs(kVariant)) {
-    if (warp == Traits::kCopyWarp && !work.reverse) {
-      if (p.segment_chunks > 0) {
-        if (lane == 0) store_shared_release(smem + Traits::kRunCount, 1);
-      } else {
-        find_runs<Traits>(p, work, smem, lane);
-      }
-    }
-  }
   __syncthreads();
 
   if (work.reverse) {

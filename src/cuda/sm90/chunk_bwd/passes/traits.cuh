@@ -9,8 +9,6 @@
 namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kMostStages = 6;
-// Of a forward pass (segments.cuh).
-constexpr int kMostRuns = 8;
 
 // What a block has, and whether it makes G o A and P itself.
 enum Variant {
@@ -21,8 +19,6 @@ enum Variant {
 };
 
 constexpr bool is_half(Variant form) { return form == kHalfVariant || form == kExactVariant; }
-// Forward passes may be of several runs (segments.cuh).
-constexpr bool takes_runs(Variant form) { return is_half(form) || form == kBothVariant; }
 
 template <Variant kVariant>
 struct PassTraits {
@@ -77,10 +73,7 @@ struct PassTraits {
   static constexpr uint32_t kBarrierCount = 5 * kMostStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
-  // Forward passes: how many runs there are, and of each {first chunk, steps, of these warm-up, steps before it}.
-  static constexpr uint32_t kRunCount = kMade + 4;
-  static constexpr uint32_t kRuns = (kRunCount + 4 + 15) / 16 * 16;
-  static constexpr uint32_t kBytes = 1024 + kRuns + 16 * kMostRuns;  // 1024: the tiles' alignment
+  static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStages && kRevStages <= kMostStages);
   static_assert(kPInStage || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
@@ -258,7 +251,7 @@ __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t 
 // Whether blocks start while the plan kernel runs.
 template <Variant kVariant>
 __device__ __forceinline__ bool starts_beside_plan(const Args& p) {
-  return PassTraits<kVariant>::kFused && p.N == 1 && !p.makes_A && p.run_chunks == 0;
+  return PassTraits<kVariant>::kFused && p.N == 1 && !p.makes_A;
 }
 
 // Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or
@@ -270,10 +263,8 @@ struct PassWork {
   int n, head, key_head;
   int half;  // of V
   bool reverse;
-  // Of a run (segments.cuh); most passes have one.
   int first, steps;  // chunks: the first one, and how many
   int warmup;        // steps whose tiles nobody wants
-  int before;        // steps of the runs before
   int64_t start, finish;
 
   __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
@@ -299,25 +290,6 @@ struct PassWork {
     key_head = head / p.group;
     steps = sequence.chunks();
     first = reverse ? steps - 1 : 0;
-  }
-  // Goes on to a run; false: there are no more.
-  template <Variant kVariant, bool kReverse>
-  __device__ __forceinline__ bool enter(uint32_t smem, uint32_t run) {
-    using Traits = PassTraits<kVariant>;
-    if constexpr (!takes_runs(kVariant) || kReverse) {
-      return run == 0;
-    } else {
-      const uint32_t runs = load_shared_u1(smem + Traits::kRunCount);
-      if (runs > 1 && run < runs) {
-        const uint4 x = load_shared_u4(smem + Traits::kRuns + 16 * run);
-        first = static_cast<int>(x.x);
-        steps = static_cast<int>(x.y);
-        warmup = static_cast<int>(x.z);
-        before = static_cast<int>(x.w);
-        start = first == 0 ? kStateGiven : kStateZero;
-      }
-      return run < runs;
-    }
   }
   // A reverse pass that ends in dh0, which somebody wants.
   __device__ bool makes_dh0(const Args& p) const {

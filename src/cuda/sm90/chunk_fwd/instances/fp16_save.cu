@@ -1,7 +1,0 @@
-#include "cuda/sm90/chunk_fwd/kernel.cuh"
-
-namespace flash_qla::cuda::sm90::fwd {
-
-Kernel one_cta_save_fp16() { return describe_kernel<SaveTraits<__half>>(); }
-
-}  // namespace flash_qla::cuda::sm90::fwd

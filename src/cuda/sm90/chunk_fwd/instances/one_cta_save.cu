@@ -1,0 +1,9 @@
+#include "cuda/sm90/chunk_fwd/kernel.cuh"
+
+namespace flash_qla::cuda::sm90::fwd {
+
+Kernel one_cta_save(DType type) {
+  return type == DType::kFloat16 ? describe_kernel<SaveTraits<__half>>() : describe_kernel<SaveTraits<__nv_bfloat16>>();
+}
+
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -1,0 +1,10 @@
+#include "cuda/sm90/chunk_fwd/kernel.cuh"
+
+namespace flash_qla::cuda::sm90::fwd {
+
+Kernel one_cta_save_a(DType type) {
+  return type == DType::kFloat16 ? describe_kernel<SaveATraits<__half>>()
+                                 : describe_kernel<SaveATraits<__nv_bfloat16>>();
+}
+
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -1,7 +1,0 @@
-#include "cuda/sm90/links/link_states.cuh"
-
-namespace flash_qla::cuda::sm90::fwd {
-
-Kernel link_states_fp16() { return links::describe_link_kernel<cp::SegmentStateTraits<__half, true>>(); }
-
-}  // namespace flash_qla::cuda::sm90::fwd
