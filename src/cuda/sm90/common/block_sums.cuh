@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90 {
 
 // Over the threads before each, in place; `all`: over all of them. sums: shared. By a block of kWarps warps, one to 32.
 template <int kNumbers, int kWarps>
@@ -30,4 +30,4 @@ __device__ void sum_before(int32_t (&x)[kNumbers], int32_t (&all)[kNumbers], int
   }
 }
 
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90
