@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
+#include "cuda/sm90/common/block_sums.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
@@ -18,10 +19,6 @@ __device__ __forceinline__ int sequence_of(const int32_t* first, int N, int slot
     }
   }
   return low;
-}
-
-__device__ __forceinline__ int3 operator+(const int3& x, const int3& y) {
-  return make_int3(x.x + y.x, x.y + y.y, x.z + y.z);
 }
 
 // One block: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by
@@ -45,19 +42,19 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   }
   const bool packed = p.cu_seqlens != nullptr;
   if (!packed && p.segment_chunks == 0) return;
-  __shared__ int3 warp_total[kPlanThreads / 32];
+  __shared__ int32_t sums[3][kPlanThreads / 32];
   __shared__ int32_t warp_bound[kPlanThreads / 32];
-  __shared__ int3 carry;
   __shared__ int32_t last_bound;  // the largest offset so far
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+  int32_t total[3] = {};  // chunks, segments and pairs
+  if (p.N == 1) {         // there is nothing to add up, and what runs for the first time takes longest to come
+    total[0] = sequence_info(p, 0).chunks();
+    total[1] = p.segment_chunks > 0 ? segments_of(p, total[0]) : 0;
+    total[2] = pairs_of(total[0]);
+  }
   if (thread == 0) {
-    carry = make_int3(0, 0, 0);
     if (packed && p.N > 1) p.bounds[0] = last_bound = given_offset(p, 0);
-    if (p.N == 1) {  // there is nothing to add up, and what runs for the first time takes longest to come
-      const int32_t chunks = sequence_info(p, 0).chunks();
-      carry = make_int3(chunks, p.segment_chunks > 0 ? segments_of(p, chunks) : 0, pairs_of(chunks));
-      if (p.segment_chunks > 0) p.first_segment[0] = 0;
-    }
+    if (p.N == 1 && p.segment_chunks > 0) p.first_segment[0] = 0;
   }
   __syncthreads();
   for (int base = p.N == 1 ? p.N : 0; base < p.N; base += kPlanThreads) {
@@ -91,43 +88,33 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
                              : p.segment_chunks > 0                      ? segments_of(p, chunks)
                              : p.exact_by_sequence && wants_exact(pairs) ? pairs
                                                                          : 0;
-    int3 sum = make_int3(chunks, segments, pairs);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int3 other = make_int3(__shfl_up_sync(0xffffffffu, sum.x, step), __shfl_up_sync(0xffffffffu, sum.y, step),
-                                   __shfl_up_sync(0xffffffffu, sum.z, step));
-      if (lane >= step) sum = sum + other;
-    }
-    if (lane == 31) warp_total[warp] = sum;
-    __syncthreads();
-    int3 before = carry;
-    for (int w = 0; w < warp; ++w) before = before + warp_total[w];
+    int32_t before[3] = {chunks, segments, pairs}, all[3];
+    sum_before(before, all, sums);
     if (n < p.N) {
       if (packed) {
-        p.first_slot[n] = before.x + sum.x - chunks;
-        p.first_pair[n] = before.z + sum.z - pairs;
+        p.first_slot[n] = total[0] + before[0];
+        p.first_pair[n] = total[2] + before[2];
       }
-      const int32_t first = before.y + sum.y - segments;
+      const int32_t first = total[1] + before[1];
       if (p.segment_chunks > 0) p.first_segment[n] = first;
       if (p.exact_by_sequence) p.first_exact[n] = segments > 0 ? first : -1;
     }
-    __syncthreads();
-    if (thread == kPlanThreads - 1) carry = before + sum;
-    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 3; ++i) total[i] += all[i];
   }
-  const int3 total = carry;
+  __syncthreads();  // what is looked up below is there
   if (packed) {
     if (thread == 0) {
-      *p.total_chunks = total.x;
-      *p.total_pairs = total.z;
+      *p.total_chunks = total[0];
+      *p.total_pairs = total[2];
     }
-    for (int slot = thread; slot < total.x; slot += kPlanThreads) {
+    for (int slot = thread; slot < total[0]; slot += kPlanThreads) {
       const int n = sequence_of(p.first_slot, p.N, slot);
       const SequenceInfo sequence = sequence_info(p, n);
       const int32_t offset = (slot - sequence.first_slot) * kChunk;
       p.chunk_map[slot] = {sequence.token + offset, min(kChunk, sequence.length - offset), n, 0};
     }
-    for (int pair = thread; pair < total.z; pair += kPlanThreads) {
+    for (int pair = thread; pair < total[2]; pair += kPlanThreads) {
       const int n = sequence_of(p.first_pair, p.N, pair);
       const SequenceInfo sequence = sequence_info(p, n);
       const int32_t chunk = 2 * (pair - sequence.first_pair);
@@ -139,7 +126,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   for (int segment = thread; segment < p.segment_bound; segment += kPlanThreads) {
     SegmentInfo info{};
     info.n = -1;
-    if (segment < total.y) {
+    if (segment < total[1]) {
       info.n = sequence_of(p.first_segment, p.N, segment);
       info.index = segment - p.first_segment[info.n];
       const SequenceInfo sequence = sequence_info(p, info.n);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
+#include "cuda/sm90/common/block_sums.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
@@ -16,10 +17,10 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   // Beside prepare.cuh, whose chunks it waits for (find_warmup): all blocks of that kernel have started, and the plan
   // kernel has ended. At its end it waits for all of them, for the sake of the passes, which wait for this one alone.
   launch_dependents();
-  __shared__ int3 warp_total[kRoundsThreads / 32];
+  __shared__ int32_t sums[3][kRoundsThreads / 32];
   __shared__ int listed[3];  // in the first round, in the second, and of that at exact edges
   __shared__ int8_t found[kKnownWarmups];
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, pieces = p.segment_bound * p.Hv;
+  const int thread = threadIdx.x, pieces = p.segment_bound * p.Hv;
   // Blocks, in pairs of halves of V: bound to the first round, to the second, and free. A thread has a run of pieces,
   // so that the free ones are numbered in order.
   for (int i = thread; i < 2 * p.N * p.Hv; i += kRoundsThreads) p.chain_listed[i] = 0;
@@ -47,7 +48,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   };
   const int each = (pieces + kRoundsThreads - 1) / kRoundsThreads;
   const int begin = min(thread * each, pieces), end = min(begin + each, pieces);
-  int3 sum = make_int3(0, 0, 0);
+  int32_t before[3] = {};  // of the thread at first, then of those before it
   for (int piece = begin; piece < end; ++piece) {
     const int segment = piece / p.Hv, head = piece % p.Hv;
     Segment s;
@@ -63,36 +64,24 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
         }
       }
       const SegmentPass pass = segment_pass(s, warmups, reverse == 1);
-      sum.x += pass.feeds;
-      sum.y += pass.warmup == kExact;
-      sum.z += pass.warmup != kExact && !pass.feeds;
+      before[0] += pass.feeds;
+      before[1] += pass.warmup == kExact;
+      before[2] += pass.warmup != kExact && !pass.feeds;
     }
-    sum.x += transition;
+    before[0] += transition;
   }
-  int3 before = sum;  // up to and with this thread
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int x = __shfl_up_sync(0xffffffffu, before.x, step), y = __shfl_up_sync(0xffffffffu, before.y, step);
-    const int z = __shfl_up_sync(0xffffffffu, before.z, step);
-    if (lane >= step) before = make_int3(before.x + x, before.y + y, before.z + z);
-  }
-  if (lane == 31) warp_total[warp] = before;
-  __syncthreads();
-  int3 all = make_int3(0, 0, 0);
-  int free_before = before.z - sum.z;
-  for (int w = 0; w < kRoundsThreads / 32; ++w) {
-    const int3 t = warp_total[w];
-    if (w < warp) free_before += t.z;
-    all = make_int3(all.x + t.x, all.y + t.y, all.z + t.z);
-  }
+  int32_t counts[3];
+  sum_before(before, counts, sums);
+  const int bound = counts[0], at_exact = counts[1], unbound = counts[2];
+  int free_before = before[2];
   // The fewest waves in all; without exact edges all is one round.
-  int free_in_first = all.z;
-  if (all.y > 0) {
+  int free_in_first = unbound;
+  if (at_exact > 0) {
     auto waves = [&](int pairs) { return (2 * pairs + multiprocessors - 1) / multiprocessors; };
     int best = 1 << 30;
-    for (int first = max(1, waves(all.x)); first <= max(1, waves(all.x + all.z)); ++first) {
-      const int fitting = max(0, min(all.z, first * multiprocessors / 2 - all.x));
-      const int total = first + waves(all.y + all.z - fitting);
+    for (int first = max(1, waves(bound)); first <= max(1, waves(bound + unbound)); ++first) {
+      const int fitting = max(0, min(unbound, first * multiprocessors / 2 - bound));
+      const int total = first + waves(at_exact + unbound - fitting);
       if (total < best) {
         best = total;
         free_in_first = fitting;
@@ -101,7 +90,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   }
   // The order within a list changes no result. In the second round those at exact edges come last: the others need not
   // wait for them (passes/kernel.cuh).
-  const int free_in_second = all.z - free_in_first;
+  const int free_in_second = unbound - free_in_first;
   auto list = [&](int round, int piece, Pass pass) {
     round_list(p, round)[atomicAdd(&listed[round], 1)] = list_entry(piece, pass);
   };

@@ -28,13 +28,9 @@ __device__ int bucket_of(int chunks) {
 __device__ void sort_sequences(const Args& args) {
   const int thread = threadIdx.x, n = args.num_sequences;
   __shared__ int next[kPlanBuckets];
-  __shared__ int warp_chunks[kPlanThreads / 32];
-  __shared__ int chunks_before;
+  __shared__ int32_t warp_chunks[1][kPlanThreads / 32];
   if (thread < kPlanBuckets) next[thread] = 0;
-  if (thread == 0) {
-    chunks_before = 0;
-    *static_cast<uint32_t*>(args.workspace) = 0;
-  }
+  if (thread == 0) *static_cast<uint32_t*>(args.workspace) = 0;
   __syncthreads();
   for (int i = thread; i < n; i += kPlanThreads) atomicAdd(&next[bucket_of(chunks_of(sequence_at(args, i)))], 1);
   __syncthreads();
@@ -53,21 +49,16 @@ __device__ void sort_sequences(const Args& args) {
   }
   __syncthreads();
   SequenceSpan* plan = reinterpret_cast<SequenceSpan*>(static_cast<char*>(args.workspace) + kPlanOffset);
-  for (int first = 0; first < n; first += kPlanThreads) {
+  for (int first = 0, chunks_before = 0; first < n; first += kPlanThreads) {
     const int i = first + thread;
     SequenceSpan s{0, 0, i, 0};
     if (i < n) s = sequence_at(args, i);
     const int chunks = chunks_of(s);
-    const int inclusive = prefix_sum(chunks, thread & 31);
-    if ((thread & 31) == 31) warp_chunks[thread / 32] = inclusive;
-    __syncthreads();
-    int before = chunks_before;
-    for (int w = 0; w < thread / 32; ++w) before += warp_chunks[w];
-    s.first_chunk = before + inclusive - chunks;
+    int32_t before[1] = {chunks}, all[1];
+    sum_before(before, all, warp_chunks);
+    s.first_chunk = chunks_before + before[0];
+    chunks_before += all[0];
     if (i < n) plan[atomicAdd(&next[bucket_of(chunks)], 1)] = s;
-    __syncthreads();
-    if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
-    __syncthreads();
   }
 }
 

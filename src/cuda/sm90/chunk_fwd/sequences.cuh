@@ -5,6 +5,7 @@
 
 #include "cuda/common/overlap.cuh"
 #include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/common/block_sums.cuh"
 #include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90::fwd {
@@ -166,34 +167,24 @@ __device__ __forceinline__ void zero_outside(const Args& args, int block, int bl
   if (!may_skip && args.h == nullptr) return;
   // Every block looks at all sequences, a thread at one, and clears its share of each skipped one.
   __shared__ int64_t skipped[kZeroFillThreads][4];  // first token, tokens, first row of h, rows
-  __shared__ int64_t warp_chunks[kZeroFillThreads / 32];
+  __shared__ int32_t warp_chunks[1][kZeroFillThreads / 32];
   __shared__ int skipped_count;
   int64_t chunks_before = 0;
   for (int64_t first = 0; first < n; first += kZeroFillThreads) {
     if (thread == 0) skipped_count = 0;
     const int64_t i = first + thread;
     const SequenceSpan sequence = i < n ? sequence_at(args, static_cast<int32_t>(i)) : SequenceSpan{};
-    const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
-    int64_t inclusive = chunks;
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (thread % 32 >= step) inclusive += below;
-    }
-    if (thread % 32 == 31) warp_chunks[thread / 32] = inclusive;
-    __syncthreads();
-    int64_t before = chunks_before, total = chunks_before;
-    for (int w = 0; w < kZeroFillThreads / 32; ++w) {
-      if (w < thread / 32) before += warp_chunks[w];
-      total += warp_chunks[w];
-    }
-    chunks_before = total;
+    const int32_t chunks = (sequence.length + kChunk - 1) / kChunk;
+    int32_t before[1] = {chunks}, all[1];
+    sum_before(before, all, warp_chunks);
     if (may_skip && i < n && initial_slot(args, i) == kSkipSequence) {
       int64_t (&entry)[4] = skipped[atomicAdd(&skipped_count, 1)];
       entry[0] = sequence.start;
       entry[1] = sequence.length;
-      entry[2] = before + inclusive - chunks;
+      entry[2] = chunks_before + before[0];
       entry[3] = chunks;
     }
+    chunks_before += all[0];
     __syncthreads();
     for (int s = 0; s < skipped_count; ++s) {
       zero_tokens(args, skipped[s][0], skipped[s][0] + skipped[s][1], share);

@@ -3,7 +3,7 @@
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/overlap.cuh"
 #include "cuda/generic/link_pass.cuh"
-#include "cuda/sm90/context_parallel/block_sums.cuh"
+#include "cuda/sm90/common/block_sums.cuh"
 #include "cuda/sm90/context_parallel/chain_scan.cuh"
 #include "cuda/sm90/links/links.h"
 
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __g
           before[kChains] = 1;
         }
       }
-      cp::sum_before(before, all, s_sums);
+      sum_before(before, all, s_sums);
 #pragma unroll
       for (int n = 0; n < kSums; ++n) before[n] += so_far[n];
       chain.first_cell = before[kStates] + before[kTransitions];

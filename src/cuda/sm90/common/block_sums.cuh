@@ -5,7 +5,7 @@
 
 #include "cuda/common/warp.cuh"
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90 {
 
 // Over the threads before each, in place; `all`: over all of them. sums: shared. By a block of kWarps warps, one to 32.
 template <int kNumbers, int kWarps>
@@ -27,4 +27,4 @@ __device__ void sum_before(int32_t (&x)[kNumbers], int32_t (&all)[kNumbers], int
   }
 }
 
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90
