@@ -5,6 +5,7 @@
     python tests/fuzz/fuzz.py --seed 7 --cases 200 --device cuda        # the same cases on a GPU
     python tests/fuzz/fuzz.py --seed 7 --cases 200 --device cuda --against cpu   # GPU against the CPU path too
     python tests/fuzz/fuzz.py --seed 7 --cases 200 --device cuda --hopper        # cases for the Hopper path alone
+    python tests/fuzz/fuzz.py --seed 7 --cases 3500 --device cuda --path sm80    # a path; what it does not take is counted apart
 
 A case is drawn from (seed, number) alone, so the command printed for a failing case repeats it on any machine.
 """
@@ -30,6 +31,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65, 80, 96, 100, 127, 128, 129, 160, 192, 255, 256]
 # Work of one case (tokens x heads x K x V) stays below this, so that a case takes about a second in the oracle.
 MAX_WORK = 3e7
+# Of errors that say that the path which was named does not take a call.
+NOT_FOR_THE_PATH = ["no path computes this call", "must be one of: cuda_"]
 
 
 def draw_lengths(rng):
@@ -186,7 +189,7 @@ def main():
     parser.add_argument("--seconds", type=float, help="stop after this time")
     options = parser.parse_args()
     print(f"commit: {flash_qla.build_info()['commit']}", flush=True)
-    helpers.settings.device, start, failures, done = options.device, time.time(), 0, 0
+    helpers.settings.device, start, failures, done, refused = options.device, time.time(), 0, 0, 0
     paths = paths_plugin.Paths(options.device)
     paths.watch()
     for number in [options.case] if options.case is not None else range(options.cases):
@@ -198,6 +201,9 @@ def main():
             with helpers.use_path(options.path):
                 run_case(case, options.device, options.against)
         except Exception as error:  # whatever it is, the case that did it must be printed
+            if options.path != "auto" and any(words in str(error) for words in NOT_FOR_THE_PATH):
+                refused += 1
+                continue
             failures += 1
             print(f"FAILED case {number}: {type(error).__name__}: {error}\n  {case}")
             if options.case is not None:
@@ -207,7 +213,7 @@ def main():
     for name, value in paths.properties():
         print(f"{name}: {value}")
     print(f"fuzz{', Hopper' * options.hopper}, seed {options.seed}, {options.device}, path {options.path}, against {options.against}: "
-          f"{done} cases, {failures} failed, {time.time() - start:.1f} s")
+          f"{done - refused} cases, {failures} failed, {refused} not for the path, {time.time() - start:.1f} s")
     return 1 if failures else 0
 
 

@@ -361,8 +361,13 @@ struct BackwardCall {
   }
   NamedBuffers in_place() { return {}; }
 
+  // For a call that others are held to: dg also where it is not wanted, as least_norm() needs it.
+  void complete() {
+    const Tensor& g = in.g.shape_view();
+    if (in.features.gate && !dg.present()) dg = Buffer(dtype(g), {g.shape, g.shape + g.ndim});
+  }
   // dA_log and ddt_bias are sums over all tokens that may cancel, which no arithmetic can help: they are held to the
-  // norm of their terms, which is this, from the reference's dg. 0 for other tensors, and without a dg.
+  // norm of their terms, which is this, from the reference's dg. 0 for other tensors.
   double least_norm(const std::string& name) {
     if ((name != "dA_log" && name != "ddt_bias") || !dg.present()) return 0.0;
     const Tensor d = dg.host(), raw = in.g.host(), bias = in.dt_bias.present() ? in.dt_bias.host() : Tensor{};

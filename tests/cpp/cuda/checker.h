@@ -77,6 +77,7 @@ class Checker {
              flash_qla_device_type reference_device, const Yardsticks<Call>& held_to = {}) {
     const auto& [exact_bound, plain, emulation] = held_to;
     Call expected = drawn, actual = drawn;
+    if constexpr (requires { expected.complete(); }) expected.complete();
     if (const std::string error = run_call(expected, reference, reference_device, arena_); !error.empty()) {
       count("none");
       return fail(what, reference, error);

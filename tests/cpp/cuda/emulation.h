@@ -182,8 +182,12 @@ class ChunkEmulation {
                 product(transposed(x.K, n, K), rounded(scaled(values, ratios(x), V)), K, n, V));
     return saved;
   }
-  // dg and dbeta of the chunk's tokens; replaces dS by the gradient of the state before it.
-  std::pair<Matrix, Matrix> backward_pass(const Saved& saved, const Matrix& dO, Matrix* dS) const {
+  // Of the chunk's tokens; dq is that of the query as the recurrence sees it.
+  struct Gradients {
+    Matrix dq, dg, dbeta;
+  };
+  // Replaces dS by the gradient of the state before the chunk.
+  Gradients backward_pass(const Saved& saved, const Matrix& dO, Matrix* dS) const {
     const Chunk& x = saved.x;
     const int64_t n = x.n, K = in_.shape().K, V = in_.shape().V;
     const Matrix dS1 = rounded(*dS), ratio = ratios(x);
@@ -236,7 +240,7 @@ class ChunkEmulation {
         sum(product(transposed(x.Q, n, K), dO_rows, K, n, V),
             product(transposed(x.K, n, K),
                     rounded(scaled(scaled(scaled(Z, gamma, V), x.beta, V), Matrix(gamma.size(), -1.0), V)), K, n, V)));
-    return {dg, dbeta};
+    return {dq, dg, dbeta};
   }
 
  private:
@@ -382,39 +386,77 @@ inline EmulatedErrors emulate(ForwardCall& call) {
   return worst;
 }
 
-// Of a backward call whose gates are log decays and that has no wrapping options: "dg" and "dbeta".
+// Gradients of the queries themselves, of those of the queries as the recurrence sees them: [tokens, heads, size] each,
+// as PlainInputs::rows(). The norm takes from each what lies along its query.
+inline Matrix through_norm(const Matrix& dq, Buffer& queries) {
+  const Matrix q = PlainInputs::rows(queries, false);
+  const size_t size = static_cast<size_t>(queries.shape_view().shape[3]);
+  Matrix through(dq.size());
+  for (size_t first = 0; first < dq.size(); first += size) {
+    double squares = kL2NormEps, along = 0.0;
+    for (size_t i = first; i < first + size; ++i) squares += q[i] * q[i], along += q[i] * dq[i];
+    for (size_t i = first; i < first + size; ++i) {
+      through[i] = (dq[i] - q[i] * along / squares) / std::sqrt(squares);
+    }
+  }
+  return through;
+}
+
+// Of a backward call: "dq", "state" for dh0, and, where the gates are log decays and beta comes without an activation,
+// "dg" and "dbeta". Nothing of a call whose gates are sums.
 inline EmulatedErrors emulate(BackwardCall& call) {
+  if (call.g_is_cumsum) return {};
   const PlainInputs inputs(call.in);
   const Shape& s = inputs.shape();
   const bool v_first = call.in.features.v_first;
   const Matrix all_d_o = call.d_o.present() ? PlainInputs::rows(call.d_o, false)
                                             : Matrix(static_cast<size_t>(s.B * s.T * s.Hv * s.V), 0.0);
   EmulatedErrors worst;
+  Matrix all_dq[2];  // with roundings; without
+  for (Matrix& dq : all_dq) dq.resize(static_cast<size_t>(s.B * s.T * s.Hq * s.K));
   for (int64_t head = 0; head < s.Hv; ++head) {
-    EmulatedSums dg, dbeta;
+    const int64_t key_head = head / (s.Hv / s.Hq);
+    EmulatedSums dg, dbeta, dh0;
     for_each_sequence(s, [&](int64_t n, int64_t b, int64_t begin, int64_t end) {
-      std::vector<std::pair<Matrix, Matrix>> found[2];  // with roundings; without
-      for (const bool rounds : {true, false}) {
-        const ChunkEmulation kernel(inputs, rounds);
+      std::vector<ChunkEmulation::Gradients> found[2];
+      Matrix state_gradient[2];
+      for (const int which : {0, 1}) {
+        const ChunkEmulation kernel(inputs, which == 0);
         Matrix S = inputs.state(call.in.initial_state, v_first, n, head);
-        Matrix dS = inputs.state(call.dht, v_first, n, head);
+        Matrix& dS = state_gradient[which] = inputs.state(call.dht, v_first, n, head);
         std::vector<ChunkEmulation::Saved> saved;
         for (int64_t t = begin; t < end; t += kChunkSize) {
           saved.push_back(kernel.forward_pass(kernel.chunk(b, t, std::min(kChunkSize, end - t), head), &S));
         }
         for (size_t i = saved.size(); i-- > 0;) {
-          const Matrix d_o =
-              inputs.part(all_d_o, s.Hv, s.V, b, begin + static_cast<int64_t>(i) * kChunkSize, saved[i].x.n, head);
-          found[rounds ? 0 : 1].push_back(kernel.backward_pass(saved[i], d_o, &dS));
+          const int64_t t = begin + static_cast<int64_t>(i) * kChunkSize;
+          const Matrix d_o = inputs.part(all_d_o, s.Hv, s.V, b, t, saved[i].x.n, head);
+          found[which].push_back(kernel.backward_pass(saved[i], d_o, &dS));
+          const Matrix& dq = found[which].back().dq;
+          for (size_t j = 0; j < dq.size(); ++j) {
+            const int64_t token = b * s.T + t + static_cast<int64_t>(j) / s.K;
+            const int64_t at = (token * s.Hq + key_head) * s.K + static_cast<int64_t>(j) % s.K;
+            all_dq[which][static_cast<size_t>(at)] += dq[j];
+          }
         }
       }
       for (size_t i = 0; i < found[0].size(); ++i) {
-        dg.add(found[0][i].first, found[1][i].first);
-        dbeta.add(found[0][i].second, found[1][i].second);
+        dg.add(found[0][i].dg, found[1][i].dg);
+        dbeta.add(found[0][i].dbeta, found[1][i].dbeta);
       }
+      dh0.add(state_gradient[0], state_gradient[1]);
     });
     worst["dg"] = std::max(worst["dg"], dg.relative());
     worst["dbeta"] = std::max(worst["dbeta"], dbeta.relative());
+    worst["state"] = std::max(worst["state"], dh0.relative());
+  }
+  for (Matrix& dq : all_dq) dq = call.in.features.l2norm ? through_norm(dq, call.in.q) : dq;
+  for (int64_t head = 0; head < s.Hq; ++head) {
+    EmulatedSums dq;
+    for (int64_t b = 0; b < s.B; ++b) {
+      dq.add(inputs.part(all_dq[0], s.Hq, s.K, b, 0, s.T, head), inputs.part(all_dq[1], s.Hq, s.K, b, 0, s.T, head));
+    }
+    worst["dq"] = std::max(worst["dq"], dq.relative());
   }
   return worst;
 }
