@@ -7,6 +7,7 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"
+#include "cuda/sm90/common/block_sums.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
 namespace {
