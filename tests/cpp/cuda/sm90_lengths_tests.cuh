@@ -313,8 +313,8 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
 // Heads for tiles of whole heads and, where all lengths are equal, for tiles of half heads.
 inline int64_t test_sm90_lengths_first(const Settings& settings, Arena& arena) {
   Checker checker("lengths first, sm90", settings, arena, "sm90");
-  test_unequal_call<__nv_bfloat16>("two sequences, 48 heads", {2, 2, 48, 40960}, settings, checker, arena);
-  test_unequal_call<__half>("three sequences, 32 heads, fp16", {3, 2, 32, 57344}, settings, checker, arena);
+  test_unequal_call<__nv_bfloat16>("two sequences, 48 heads", {2, 2, 48, 36864}, settings, checker, arena);
+  test_unequal_call<__half>("three sequences, 32 heads, fp16", {3, 2, 32, 53248}, settings, checker, arena);
   if (!settings.small) {
     test_unequal_call<__nv_bfloat16>("two sequences, 28 heads", {2, 2, 28, 32768}, settings, checker, arena);
   }
