@@ -24,7 +24,9 @@ def requirements_of(record: dict, path: str, dtype: str) -> tuple:
 
 def ran(name: str, record: dict) -> str:
     """How many of the tests have run, and whether it passed."""
-    text = f"On an {record['machine']}, commit {', '.join(record['commits'])}, {record['date']}: "
+    # The tests' own commits: those of other programs stand beside these.
+    commits = list(dict.fromkeys(part["commit"] for part in record["pytest"] if "commit" in part)) or record["commits"]
+    text = f"On an {record['machine']}, commit {', '.join(commits)}, {record['date']}: "
     if name in EARLIER:
         return text + (
             f"{record['summary']['cases']} cases of tests, device programs and `check`, {record['summary']['failed']} failed. This record is "
