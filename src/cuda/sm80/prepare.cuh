@@ -416,24 +416,24 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
       sum_gates(p, place, first + sums_of, s.gates[sums_of]);
       if (!kBackward && p.decays != nullptr) write_decay(p, place, first + sums_of, s.gates[sums_of], s.kk());
     }
-    // A warp makes a block of columns, each half of it for a head of its own.
-    const int slot = lane / kSide, last = (warp / 2 + 1) * 2;
-    const bool makes = slot < heads;
+    // A warp makes a block of columns, each half of it for a head of its own; behind an odd last head one makes none.
+    const int slot = min(lane / kSide, heads - 1), last = (warp / 2 + 1) * 2;
+    const int block = lane < heads * kSide ? warp : kSides;
     const float* beta = s.gates[slot].beta;
     if (wants_A) {
-      if (makes) substitute<true>(s.kk(), beta, s.inverse(slot), warp, kSides, lane % kSide);
+      substitute<true>(s.kk(), beta, s.inverse(slot), block, kSides, lane % kSide);
       __syncthreads();
       for (int h = 0; h < heads; ++h) write_A(p, place, first + h, s.inverse(h));
       __syncthreads();
     }
-    if (makes) substitute<false>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
+    substitute<false>(s.kk(), beta, s.inverse(slot), block, last, lane % kSide);
     __syncthreads();
     write_triangles<T, !kBackward, false>(p, s, place.chunk, first, heads);
     if constexpr (kBackward) {
       const int of = threadIdx.x / kChunk;
       if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
       __syncthreads();
-      if (makes) substitute<true>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
+      substitute<true>(s.kk(), beta, s.inverse(slot), block, last, lane % kSide);
       __syncthreads();
       write_triangles<T, false, true>(p, s, place.chunk, first, heads);
     }
