@@ -214,7 +214,7 @@ def main():
         print(f"{name}: {value}")
     print(f"fuzz{', Hopper' * options.hopper}, seed {options.seed}, {options.device}, path {options.path}, against {options.against}: "
           f"{done - refused} cases, {failures} failed, {refused} not for the path, {time.time() - start:.1f} s")
-    return 1 if failures else 0
+    return 1 if failures or done == refused else 0  # what computed nothing has tested nothing
 
 
 if __name__ == "__main__":
