@@ -205,6 +205,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.list = split.workspace.state_items;
   items.sizes = &counters->states;
   items.tickets = &start->states;
+  items.carried = carry.chains != nullptr;
   items.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (queue_first_chunks())
   // The planner holds an SM: with a block for that one too, the kernel after this one could not start before it ends.
   error = launch_items_of(segment_states(args.type), items, std::max(sms - 1, 1), sms, stream);
