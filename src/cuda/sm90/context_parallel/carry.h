@@ -55,7 +55,6 @@ constexpr int64_t carry_header_bytes(int64_t chains) {
 constexpr int64_t carry_bytes(int64_t chains, int64_t cells) {
   return carry_header_bytes(chains) + cells * kMatrixBytes;
 }
-inline constexpr int kCarrySlices = 8;  // pieces that a chain's states at cuts are made in, of 16 columns of V
 inline Carry carry_at(void* data, int64_t bytes, int64_t parts, int64_t heads) {
   const int64_t header = carry_header_bytes(parts * heads);
   if (data == nullptr || bytes < header) return {};
