@@ -28,44 +28,52 @@ __device__ int cut_state_element(int v, int k) {
   return 4 * cut_state_position(v / 64, v % 64 / 16, k / 8, lane) + 2 * (v % 16 / 8) + k % 2;
 }
 
-__global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __grid_constant__ CarryParams p) {
+// S <- S + M X at each cut, where X is what enters the chain: the links' scan has left both. A block takes 16 columns
+// of a cut.
+__global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const __grid_constant__ CarryParams p) {
+  __shared__ int32_t s_index;
   wait_for_predecessors();
   launch_dependents();
-  ChainMemory& memory = *dynamic_shared<ChainMemory>();
-  const int32_t slice = static_cast<int32_t>(blockIdx.x) % kChainSlices;
-  const int32_t index = p.carry.order[blockIdx.x / kChainSlices];
-  const LinkChain chain = p.carry.chains[index];
-  if (!chain.has_cuts()) return;
   const ChainPlace at;
-  const int column0 = slice * kChainColumns;
-  const auto cell = [&](int32_t number, ChainShare& columns) {
-    const float* from = p.carry.cells + static_cast<int64_t>(number) * kMatrix;
+  for (int32_t work = static_cast<int32_t>(blockIdx.x);; work += static_cast<int32_t>(gridDim.x)) {
+    const int32_t cut = work / kChainSlices, column0 = work % kChainSlices * kChainColumns;
+    __syncthreads();  // all have seen the work before
+    if (threadIdx.x == 0) s_index = -1;
+    __syncthreads();
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p.carry.parts * p.heads; i += kChainThreads) {
+      const LinkChain& chain = p.carry.chains[i];
+      if (cut >= chain.first_cut && cut - chain.first_cut < chain.cuts()) s_index = i;
+    }
+    __syncthreads();
+    const int32_t index = s_index;
+    if (index < 0) return;
+    const LinkChain chain = p.carry.chains[index];
+    const int32_t segment = cut - chain.first_cut;
+    const bool is_affine = chain.is_affine != 0;  // else the sequence begins here, and S is the true state
+    const auto matrix = [&](int32_t number) { return p.carry.cells + static_cast<int64_t>(number) * kMatrix; };
+    const auto left = [&](ChainShare& columns) {
+      const float* from = matrix(chain.state_cell(segment));
 #pragma unroll
-    for (int i = 0; i < kChainColumns; ++i) columns[i] = from[(column0 + i) * kHeadDim + at.row];
-  };
-  const auto put = [&](int32_t segment, const ChainShare& columns) {
+      for (int i = 0; i < kChainColumns; ++i) columns[i] = from[(column0 + i) * kHeadDim + at.row];
+    };
+    ChainShare state = {};
+    if (!is_affine) {
+      left(state);
+    } else if (p.initial != nullptr) {
+      const float* from = p.initial + chain.row * p.row_stride + index % p.heads * p.head_stride;
+#pragma unroll
+      for (int i = 0; i < kChainColumns; ++i) {
+        const int key = at.row, value = column0 + i;
+        state[i] = from[p.v_first != 0 ? value * kHeadDim + key : key * kHeadDim + value];
+      }
+    }
+    scan_chain(
+        *dynamic_shared<ChainMemory>(), matrix(is_affine ? p.carry.entering_cell(chain, segment) : 0),
+        is_affine ? 1 : 0, state, [&](int32_t, ChainShare& added) { left(added); }, [](int32_t, const ChainShare&) {});
     float* to = p.cut_states + static_cast<int64_t>(chain.state_cell(segment)) * kMatrix;
 #pragma unroll
-    for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = columns[i];
-  };
-  // Where the sequence begins here the first segment's last state is the true one.
-  const int32_t first = chain.is_affine != 0 ? 0 : 1;
-  ChainShare state = {};
-  if (first != 0) {
-    cell(chain.state_cell(0), state);
-    put(0, state);
-  } else if (p.initial != nullptr) {
-    const float* from = p.initial + chain.row * p.row_stride + index % p.heads * p.head_stride;
-#pragma unroll
-    for (int i = 0; i < kChainColumns; ++i) {
-      const int key = at.row, value = column0 + i;
-      state[i] = from[p.v_first != 0 ? value * kHeadDim + key : key * kHeadDim + value];
-    }
+    for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = state[i];
   }
-  scan_chain(
-      memory, p.carry.cells + static_cast<int64_t>(chain.transition_cell(first)) * kMatrix, chain.segments - 1 - first,
-      state, [&](int32_t step, ChainShare& added) { cell(chain.state_cell(first + step), added); },
-      [&](int32_t step, const ChainShare& columns) { put(first + step, columns); });
 }
 
 }  // namespace
@@ -80,11 +88,11 @@ cudaError_t launch_carried(const PlanArgs& plan, cudaStream_t stream) {
                      args.num_value_heads,
                      reinterpret_cast<float*>(plan.workspace.cut_states) + plan.capacity.slots * kMatrix};
   const cudaError_t error =
-      cudaFuncSetAttribute(scan_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ChainMemory));
+      cudaFuncSetAttribute(enter_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ChainMemory));
   if (error != cudaSuccess) return error;
-  const LaunchConfig shape(plan.carry.parts * args.num_value_heads * kChainSlices, kChainThreads, sizeof(ChainMemory),
-                           stream, true);
-  return cudaLaunchKernelEx(&shape.config, scan_carried_kernel, params);
+  // As many blocks as run at once.
+  const LaunchConfig shape(2 * plan.sms, kChainThreads, sizeof(ChainMemory), stream, true);
+  return cudaLaunchKernelEx(&shape.config, enter_carried_kernel, params);
 }
 
 }  // namespace flash_qla::cuda::sm90::cp
