@@ -23,9 +23,14 @@ struct VerifyColumnsParams {
   Divisor group;   // value heads of a key head
   int32_t T, V;
   int32_t l2norm;
+  int32_t streams;  // states will not be needed again soon
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<VerifyColumnsParams>);
+
+// Up to so many blocks of Many's 32 columns, one to each of 132 multiprocessors, a call takes the time of one warp's
+// instructions: it is spread over more warps then.
+constexpr int64_t kFewBlocks = 132;
 
 // In shared memory: the tokens, their values or u (float), and which token each continues.
 template <class Block>
@@ -43,6 +48,19 @@ __device__ void update(float (&state)[kAccesses][kVector], float decay, const fl
     for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u[a], decay * state[a][i]);
   }
 }
+
+// What a token's u takes, of the column whose sums a lane ends up with.
+template <int kKeys, int kVector>
+struct TokenOfLane {
+  float k[kVector], decay, beta, value;
+
+  __device__ void read(const SharedToken<kKeys>& s_token, int key0, float of_column) {
+    load_shared(k, s_token.k + key0);
+    decay = s_token.decay;
+    beta = s_token.beta;
+    value = of_column;
+  }
+};
 
 template <class State, int kKeys, class Use>
 __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
@@ -91,7 +109,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   Vector<State> raw[kAccesses] = {};
   const auto load_state = [&] {
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
+    for (int a = 0; a < kAccesses; ++a) raw[a] = load_vector(from + a * kStep, Use::kStreams && p.streams);
   };
   if (inside) load_state();
   const int64_t row = draft_row(p.places, n);
@@ -122,40 +140,51 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   };
 
   unpack_state();
+  const bool is_tree = p.places.parents.data != nullptr, keeps = row >= 0;
+  uint64_t output = address_of(p.o, offset_of(p.o, n, 0, head, column0 + own));
+  const uint64_t output_step = static_cast<uint64_t>(p.o.stride[1]) * (is_wide(p.o) ? 4 : 2);
+  State* to = reinterpret_cast<State*>(at.destination) + (keeps ? row : 0) * p.places.states.row;
+  TokenOfLane<kKeys, kVector> token, next;
+  token.read(s_tokens[0], key0, s_values[own]);
   for (int t = 0; t < tokens; ++t) {
-    if (const int parent = s_parents[t]; parent != t - 1) rebuild(parent);
-    const SharedToken<kKeys>& s_token = s_tokens[t];
-    const float decay = s_token.decay;
-    float k[kVector], along_k[kAccesses], along_q[kAccesses];
-    load_shared(k, s_token.k + key0);
-    {
-      float q[kVector];
-      load_shared(q, s_token.q + key0);
+    float q[kVector];
+    load_shared(q, s_tokens[t].q + key0);
+    const float kq = s_tokens[t].kq;
+    // The next token comes out of shared memory beside this one's sums.
+    const int after = min(t + 1, tokens - 1);
+    next.read(s_tokens[after], key0, s_values[after * kColumns + own]);
+    if (is_tree) {
+      if (const int parent = s_parents[t]; parent != t - 1) rebuild(parent);
+    }
+    float along_k[kAccesses], along_q[kAccesses];
 #pragma unroll
-      for (int a = 0; a < kAccesses; ++a) {
-        along_k[a] = dot(state[a], k);
-        along_q[a] = dot(state[a], q);
-      }
+    for (int a = 0; a < kAccesses; ++a) {
+      along_k[a] = dot(state[a], token.k);
+      along_q[a] = dot(state[a], q);
     }
     scatter_sums<kLanes, 1>(along_k);
     scatter_sums<kLanes, 1>(along_q);
     // u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u)
-    const float own_u = s_token.beta * fmaf(-decay, along_k[0], s_values[t * kColumns + own]);
-    store_output(t, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
+    const float own_u = token.beta * fmaf(-token.decay, along_k[0], token.value);
     float u[kAccesses];
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) u[a] = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
-    update(state, decay, k, u);
-    if (p.places.parents.data != nullptr) {
+    for (int a = 0; a < kAccesses; ++a) {
+      u[a] = kAccesses == 1 ? own_u : __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+    }
+    update(state, token.decay, token.k, u);
+    if (stores) store_raw_at(p.o, output, p.scale * fmaf(token.decay, along_q[0], own_u * kq));
+    output += output_step;
+    if (is_tree) {
       __syncwarp();  // the lanes that share a column have read its value
       if (stores) s_values[t * kColumns + own] = own_u;
       __syncwarp();
     }
-    if (row >= 0) {
-      State* to = reinterpret_cast<State*>(at.destination) + row * p.places.states.row + t * p.places.token_stride;
+    if (keeps) {
 #pragma unroll
-      for (int a = 0; a < kAccesses; ++a) store_vector<State, true>(to + a * kStep, pack<State>(state[a]));
+      for (int a = 0; a < kAccesses; ++a) store_vector(to + a * kStep, pack<State>(state[a]), p.streams);
     }
+    to += p.places.token_stride;
+    token = next;
   }
 }
 
@@ -180,16 +209,27 @@ Status launch_columns(const Problem& p, VerifyColumnsParams params, const Queue&
   using Block = Columns<State, kKeys, Use>;
   const int64_t slices = ceil_div(p.V, Block::kColumns);
   params.slices = Divisor::by(slices);
+  params.streams = states_stream<State>(p, 1 + p.T);
   return launch_kernel("verify", verify_columns_kernel<State, kKeys, Use>, p.N * p.Hv * slices, Use::kThreads,
                        shared_bytes<Block>(params.T), queue.stream, queue.overlaps, params);
 }
 
-template <class State>
-Status launch_with(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
-  // Decode's, with as many blocks as leave each thread the registers that this kernel takes; not measured yet.
-  using Use = std::conditional_t<sizeof(State) == 2, ColumnsUse<128, 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
+template <class State, class Use>
+Status launch_use(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
   return p.K == 64 ? launch_columns<State, 64, Use>(p, params, queue)
                    : launch_columns<State, 128, Use>(p, params, queue);
+}
+
+template <class State>
+Status launch_with(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
+  constexpr bool kHalf = sizeof(State) == 2;
+  // Decode's, with as many blocks as leave each thread the registers that this kernel takes.
+  using Many = std::conditional_t<kHalf, ColumnsUse<128, 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
+  // A quarter of the columns a warp: a token takes a third of the instructions, and its sums less of their time.
+  using Few = std::conditional_t<kHalf, ColumnsUse<256, 3, 1, true>, ColumnsUse<256, 3, 2, false>>;
+  return p.N * p.Hv * ceil_div(p.V, Columns<State, 128, Many>::kColumns) <= kFewBlocks
+             ? launch_use<State, Few>(p, params, queue)
+             : launch_use<State, Many>(p, params, queue);
 }
 
 Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
