@@ -26,7 +26,6 @@ struct DecodeParams {
   int32_t T, V;
   int32_t l2norm;
   int32_t per_block;  // slices of columns that a block takes one after another; one token, [V, K] states
-  int32_t streams;    // 16-bit [V, K] states will not be needed again soon
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<DecodeParams>);
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     const State* from = reinterpret_cast<const State*>(at.source) + from_row * p.source.row + slice * kColumns * kKeys;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
-      raw[a] = load_vector(from + a * kStep, Use::kStreams && p.streams);
+      raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
     }
   };
   load_state(0);
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
       State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row + slice * kColumns * kKeys;
 #pragma unroll
       for (int a = 0; a < kAccesses; ++a) {
-        store_vector(to + a * kStep, pack<State>(state[a]), Use::kStreams && p.streams);
+        store_vector<State, Use::kStreams>(to + a * kStep, pack<State>(state[a]));
       }
     };
     for (int t = 0; t < tokens; ++t) {
@@ -321,7 +320,6 @@ template <class State, int kKeys, class Use>
 Status launch_columns(const Problem& p, DecodeParams params, const Queue& queue) {
   using Block = Columns<State, kKeys, Use>;
   params.per_block = 1;
-  params.streams = Use::kStreams && states_stream<State>(p, 1);
   const int64_t slices = p.N * p.Hv * ceil_div(p.V, Block::kColumns);
   while (p.T == 1 && params.per_block < Block::kSlices && slices / (2 * params.per_block) >= kFewestBlocks) {
     params.per_block *= 2;

@@ -7,14 +7,6 @@ namespace flash_qla::cuda {
 
 constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
 
-// Whether a call that touches so many states of each (row, value head) says that it will not need them again soon. Up
-// to so many bytes stay in the L2 cache (50 MB on Hopper) as they are, where the next call finds them.
-template <class State>
-bool states_stream(const Problem& p, int64_t states) {
-  constexpr int64_t kMostCachedBytes = int64_t{40} << 20;
-  return p.N * p.Hv * p.K * p.V * states * static_cast<int64_t>(sizeof(State)) > kMostCachedBytes;
-}
-
 // How a state is spread over threads; each as measured (docs/design/cuda_generic.md).
 // kSlices: of columns that a block may take one after another.
 template <int kOfThreads, int kOfBlocks, int kOfAccesses, bool kOfStreams, int kOfSlices = 1>

@@ -68,21 +68,6 @@ __device__ void store_vector(State* data, const Vector<State>& vector) {
   }
 }
 
-// The same where it is known when the kernel runs: one instruction of two.
-template <class State>
-__device__ Vector<State> load_vector(const State* data, bool streams) {
-  return streams ? load_vector<State, true>(data) : load_vector<State, false>(data);
-}
-
-template <class State>
-__device__ void store_vector(State* data, const Vector<State>& vector, bool streams) {
-  if (streams) {
-    store_vector<State, true>(data, vector);
-  } else {
-    store_vector<State, false>(data, vector);
-  }
-}
-
 template <class State>
 __device__ void unpack(float (&x)[Vector<State>::kSize], const Vector<State>& vector) {
   constexpr int kWord = kPerWord<State>;

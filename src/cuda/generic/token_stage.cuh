@@ -24,17 +24,6 @@ __device__ inline uint32_t load_raw_at(const DeviceTensor& t, uint64_t address) 
   return is_wide(t) ? *reinterpret_cast<const uint32_t*>(address) : *reinterpret_cast<const uint16_t*>(address);
 }
 
-// The other way round, for a loop whose instructions count: store() works the address out again, and branches.
-__device__ inline void store_raw_at(const DeviceTensor& t, uint64_t address, float x) {
-  const bool is_half = t.dtype == static_cast<int32_t>(DType::kFloat16);
-  const uint16_t narrow = is_half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-  if (is_wide(t)) {
-    *reinterpret_cast<float*>(address) = x;
-  } else {
-    *reinterpret_cast<uint16_t*>(address) = narrow;
-  }
-}
-
 // g and beta of a token and what their activations take, as they were read; and what comes of them.
 struct RawGates {
   uint32_t g = 0, beta = 0, A_log = 0, dt_bias = 0;

@@ -23,14 +23,13 @@ struct VerifyColumnsParams {
   Divisor group;   // value heads of a key head
   int32_t T, V;
   int32_t l2norm;
-  int32_t streams;  // states will not be needed again soon
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<VerifyColumnsParams>);
 
-// Up to so many blocks of Many's 32 columns, one to each of 132 multiprocessors, a call takes the time of one warp's
-// instructions: it is spread over more warps then.
-constexpr int64_t kFewBlocks = 132;
+// Up to so many blocks of 32 columns a call takes the time of one warp's instructions, and is spread over more warps.
+// An H200 is 1.0 to 1.4 times as fast so with 64 blocks, and up to 1.3 times slower with 128.
+constexpr int64_t kFewBlocks = 64;
 
 // In shared memory: the tokens, their values or u (float), and which token each continues.
 template <class Block>
@@ -46,6 +45,17 @@ __device__ void update(float (&state)[kAccesses][kVector], float decay, const fl
   for (int a = 0; a < kAccesses; ++a) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u[a], decay * state[a][i]);
+  }
+}
+
+// The loop's instructions count: store() works the address out again, and branches.
+__device__ inline void store_raw_at(const DeviceTensor& t, uint64_t address, float x) {
+  const bool is_half = t.dtype == static_cast<int32_t>(DType::kFloat16);
+  const uint16_t narrow = is_half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  if (is_wide(t)) {
+    *reinterpret_cast<float*>(address) = x;
+  } else {
+    *reinterpret_cast<uint16_t*>(address) = narrow;
   }
 }
 
@@ -109,7 +119,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   Vector<State> raw[kAccesses] = {};
   const auto load_state = [&] {
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) raw[a] = load_vector(from + a * kStep, Use::kStreams && p.streams);
+    for (int a = 0; a < kAccesses; ++a) raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
   };
   if (inside) load_state();
   const int64_t row = draft_row(p.places, n);
@@ -181,7 +191,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     }
     if (keeps) {
 #pragma unroll
-      for (int a = 0; a < kAccesses; ++a) store_vector(to + a * kStep, pack<State>(state[a]), p.streams);
+      for (int a = 0; a < kAccesses; ++a) store_vector<State, true>(to + a * kStep, pack<State>(state[a]));
     }
     to += p.places.token_stride;
     token = next;
@@ -209,27 +219,25 @@ Status launch_columns(const Problem& p, VerifyColumnsParams params, const Queue&
   using Block = Columns<State, kKeys, Use>;
   const int64_t slices = ceil_div(p.V, Block::kColumns);
   params.slices = Divisor::by(slices);
-  params.streams = states_stream<State>(p, 1 + p.T);
   return launch_kernel("verify", verify_columns_kernel<State, kKeys, Use>, p.N * p.Hv * slices, Use::kThreads,
                        shared_bytes<Block>(params.T), queue.stream, queue.overlaps, params);
 }
 
-template <class State, class Use>
+template <class State, int kKeys>
 Status launch_use(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
-  return p.K == 64 ? launch_columns<State, 64, Use>(p, params, queue)
-                   : launch_columns<State, 128, Use>(p, params, queue);
+  constexpr bool kHalf = sizeof(State) == 2;
+  // Decode's, with as many blocks as leave each thread the registers that this kernel takes, on each GPU.
+  using Many = std::conditional_t<kHalf, ColumnsUse<128, kKeys == 64 ? 4 : 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
+  // A quarter of the columns a warp: a token takes a third of the instructions, and its sums less of their time. Two
+  // blocks a multiprocessor leave registers enough on each GPU, and so few are all there at once.
+  using Few = std::conditional_t<kHalf, ColumnsUse<256, 2, 1, true>, ColumnsUse<256, 2, 2, false>>;
+  return p.N * p.Hv * ceil_div(p.V, int64_t{32}) <= kFewBlocks ? launch_columns<State, kKeys, Few>(p, params, queue)
+                                                               : launch_columns<State, kKeys, Many>(p, params, queue);
 }
 
 template <class State>
 Status launch_with(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
-  constexpr bool kHalf = sizeof(State) == 2;
-  // Decode's, with as many blocks as leave each thread the registers that this kernel takes.
-  using Many = std::conditional_t<kHalf, ColumnsUse<128, 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
-  // A quarter of the columns a warp: a token takes a third of the instructions, and its sums less of their time.
-  using Few = std::conditional_t<kHalf, ColumnsUse<256, 3, 1, true>, ColumnsUse<256, 3, 2, false>>;
-  return p.N * p.Hv * ceil_div(p.V, Columns<State, 128, Many>::kColumns) <= kFewBlocks
-             ? launch_use<State, Few>(p, params, queue)
-             : launch_use<State, Many>(p, params, queue);
+  return p.K == 64 ? launch_use<State, 64>(p, params, queue) : launch_use<State, 128>(p, params, queue);
 }
 
 Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {

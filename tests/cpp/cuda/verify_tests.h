@@ -136,9 +136,9 @@ inline VerifyCall draw_verify(DType type, int64_t largest_state, Random& random)
   return call;
 }
 
-// As many sequences as have more than 132 blocks of 32 columns (kFewBlocks in generic/verify_columns.cu), from where on
+// As many sequences as have more than 64 blocks of 32 columns (kFewBlocks in generic/verify_columns.cu), from where on
 // path cuda_verify has fewer warps for a head.
-inline int64_t many_sequences(const Shape& s) { return 132 / (s.Hv * ceil_div(s.V, int64_t{32})) + 1; }
+inline int64_t many_sequences(const Shape& s) { return 64 / (s.Hv * ceil_div(s.V, int64_t{32})) + 1; }
 
 // What path cuda_verify takes.
 inline VerifyCall draw_verify_columns(Random& random) {
