@@ -142,7 +142,7 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
 // test_sm90_links_stale() has them.
 inline bool is_of_links(const std::string& name) {
   const bool has_form = name.find("bwd_make_a") != std::string::npos || name.find("bwd_prepare") != std::string::npos;
-  return name.find("link") != std::string::npos || name.find("scan_carried") != std::string::npos ||
+  return name.find("link") != std::string::npos || name.find("enter_carried") != std::string::npos ||
          (has_form && name.find(", true>") != std::string::npos);
 }
 

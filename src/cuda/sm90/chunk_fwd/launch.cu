@@ -19,7 +19,7 @@ using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longes
     cp::plan_capacity, cp::uncut_time, cp::choice_table;
 using cp::kForcedSpacing, cp::kInvariantSpacing, cp::kLeastOfEqual, cp::kMinSpacing, cp::kMostByLengths, cp::kMostLoss,
     cp::kChunk, cp::kItemsPerSmUncut;
-using cp::lay_out_plan, cp::launch_carried, cp::launch_plan;
+using cp::lay_out_plan, cp::launch_plan;
 using cp::LengthSummary, cp::Capacity, cp::Costs, cp::CutSpacing, cp::PlanArgs, cp::PlanEstimate, cp::ChoiceTable,
     cp::Carry;
 
@@ -150,7 +150,7 @@ Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
 }
 
 // Of a call that may be cut: four kernels, each allowed to start while the one before it runs.
-//   [states at cuts of carried heads ->] classify -> list -> segment states and scan -> outputs
+//   classify -> [states at cuts of carried heads ->] list -> segment states and scan -> outputs
 // The last one begins with items that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call that
 // is not cut, which finds its items if nothing is to be cut.
@@ -189,8 +189,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
     error = launch_items_of(uncut_kernel, whole, whole.items, sms, stream);
     if (error != cudaSuccess) return error;
   }
-  if (carry.chains != nullptr) error = launch_carried(split, stream);
-  if (error == cudaSuccess) error = launch_plan(split, stream);
+  error = launch_plan(split, stream);
   if (error != cudaSuccess) return error;
 
   PlanCounters* counters = split.workspace.counters;

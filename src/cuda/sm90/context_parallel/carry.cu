@@ -1,5 +1,5 @@
-// States at the cuts of carried heads (carry.h), from the state that enters: the first kernel of a planned call, which
-// needs nothing of the plan. The planner's last kernel waits for it, so that items find these states.
+// States at the cuts of carried heads (carry.h), from the state that enters: beside the planner's first kernel. The
+// planner's last one waits for both, so that items find these states.
 #include <cuda_runtime.h>
 
 #include "cuda/common/bulk.cuh"
@@ -32,7 +32,7 @@ __device__ int cut_state_element(int v, int k) {
 // of a cut.
 __global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const __grid_constant__ CarryParams p) {
   __shared__ int32_t s_index;
-  wait_for_predecessors();
+  // What came before the plan's first kernel was there when that let this one start.
   launch_dependents();
   const ChainPlace at;
   for (int32_t work = static_cast<int32_t>(blockIdx.x);; work += static_cast<int32_t>(gridDim.x)) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const _
     }
     __syncthreads();
     const int32_t index = s_index;
-    if (index < 0) return;
+    if (index < 0) break;
     const LinkChain chain = p.carry.chains[index];
     const int32_t segment = cut - chain.first_cut;
     const bool is_affine = chain.is_affine != 0;  // else the sequence begins here, and S is the true state
@@ -74,6 +74,8 @@ __global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const _
 #pragma unroll
     for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = state[i];
   }
+  // A kernel must not end before those it depends on.
+  if (blockIdx.x == 0) wait_for_predecessors();
 }
 
 }  // namespace

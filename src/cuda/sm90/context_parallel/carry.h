@@ -1,6 +1,7 @@
-// What a rank's links leave for the forward of the same tokens (`carry` of the C interface): last states and
-// transitions of segments, of heads that keep their state. The forward starts these heads' segments from them, once the
-// state that enters is known, and makes no state of theirs again (carry.cu).
+// What a rank's links leave for the forward of the same tokens (`carry` of the C interface): of heads that keep their
+// state, at the cuts of their segments, the state from zero and the transition from the start of the part. The forward
+// starts these heads' segments from them, once the state that enters is known, and makes no state of theirs again
+// (carry.cu).
 #pragma once
 
 #include <cstddef>

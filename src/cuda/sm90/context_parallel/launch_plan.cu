@@ -1,4 +1,4 @@
-// Scratch of a plan, and the launch of its two kernels.
+// Scratch of a plan, and the launch of its kernels.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -66,7 +66,8 @@ cudaError_t launch_plan(PlanArgs params, cudaStream_t stream) {
   params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
   const int64_t unit_blocks = std::clamp<int64_t>(units, 1, at_once);
   const LaunchConfig classify(unit_blocks + params.zero_fill_blocks, kClassifyThreads, 0, stream, true);
-  const cudaError_t error = launch_function(classify_kernel(args.type), classify, params);
+  cudaError_t error = launch_function(classify_kernel(args.type), classify, params);
+  if (error == cudaSuccess && params.carry.chains != nullptr) error = launch_carried(params, stream);
   if (error != cudaSuccess) return error;
   const LaunchConfig list(1, kListThreads, 0, stream, true);
   return launch_function(list_kernel(), list, params);

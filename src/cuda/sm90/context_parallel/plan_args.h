@@ -65,7 +65,7 @@ __device__ __forceinline__ void reset_plan_start(const PlanWorkspace& workspace,
 // The places from `base` on, and how many bytes they take.
 size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, PlanWorkspace* workspace);
 
-// Classifies the boundaries, then lists the items: two kernels.
+// Classifies the boundaries, makes carried heads' states at cuts where there are any, and lists the items.
 cudaError_t launch_plan(PlanArgs params, cudaStream_t stream);
 
 // The states at cuts of carried heads: after launch_plan(), which counts their slices.
