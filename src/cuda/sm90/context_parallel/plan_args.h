@@ -68,7 +68,7 @@ size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, Plan
 // Classifies the boundaries, makes carried heads' states at cuts where there are any, and lists the items.
 cudaError_t launch_plan(PlanArgs params, cudaStream_t stream);
 
-// The states at cuts of carried heads: after launch_plan(), which counts their slices.
+// The states at cuts of carried heads, behind the classification.
 cudaError_t launch_carried(const PlanArgs& params, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90::cp
