@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __
       }
     }
     scan_chain(
-        memory, p.carry.cells + static_cast<int64_t>(chain.transition_cell(first)) * kMatrix,
+        memory, p.carry.cells + static_cast<int64_t>(chain.transition_cell(first)) * kMatrix, kMatrix,
         chain.segments - 1 - first, state,
         [&](int32_t step, ChainShare& added) { cell(chain.state_cell(first + step), added); },
         [&](int32_t step, const ChainShare& columns) { put(first + step, columns); });
