@@ -2,9 +2,9 @@
 // after the first round the states at exact edges, one segment after another.
 #pragma once
 
+#include "cuda/common/block_scan.cuh"
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/sm90/chunk_bwd/segments.cuh"
-#include "cuda/sm90/common/block_sums.cuh"
 #include "cuda/sm90/context_parallel/chain_scan.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {

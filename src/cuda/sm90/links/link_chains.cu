@@ -1,9 +1,9 @@
 // Links between ranks' parts, before and after the kernel that makes the matrices of segments (link_states.cuh): the
 // passes and the list of its items, and the scan along the segments. Neither needs Hopper's instructions.
+#include "cuda/common/block_scan.cuh"
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/overlap.cuh"
 #include "cuda/generic/link_pass.cuh"
-#include "cuda/sm90/common/block_sums.cuh"
 #include "cuda/sm90/context_parallel/chain_scan.cuh"
 #include "cuda/sm90/links/links.h"
 
