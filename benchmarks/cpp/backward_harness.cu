@@ -1,7 +1,7 @@
 // The kernels of the Hopper backward alone: every intermediate and every gradient against an fp64 token recurrence,
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel.
 //   backward_harness check [part of a case's name]
-//   backward_harness time [part of a row's name [chunks of a segment [fused | both | exact]]]
+//   backward_harness time [part of a row's name [chunks of a segment [both | exact]]]
 #include "backward_harness_call.cuh"
 
 namespace {
@@ -113,11 +113,9 @@ int main(int argc, char** argv) {
         good &= outputs == first;
       };
       check("");
-      c.fused = true;
-      check("fused ");
       c.whole_values = true;
-      check("both halves of V, fused, ");
-      c.fused = c.whole_values = false;
+      check("both halves of V, ");
+      c.whole_values = false;
       c.exact = true;
       check("states in fp32 ");
     }
@@ -138,7 +136,6 @@ int main(int argc, char** argv) {
       c.Hq = row.Hq;
       c.Hv = row.Hv;
       c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
-      c.fused = argc > 4 && std::string(argv[4]) == "fused";
       c.whole_values = argc > 4 && std::string(argv[4]) == "both";
       c.exact = argc > 4 && std::string(argv[4]) == "exact";
       c.cumsum = true;  // what the forward hands over

@@ -21,9 +21,9 @@ struct Case {
   bool small_beta = false;  // a third of the betas 0 or tiny
   int padding = 0;          // tokens after the last sequence
   bool int64_offsets = false;
-  int segment_chunks = 0;                    // -1: what choose_chunk_backward_plan says
-  bool fused = false, whole_values = false;  // forms of the passes
-  bool exact = false;                        // states in fp32 too, where the call is small
+  int segment_chunks = 0;     // -1: what choose_chunk_backward_plan says
+  bool whole_values = false;  // form of the passes
+  bool exact = false;         // states in fp32 too, where the call is small
 };
 
 // ---- one case ----
@@ -173,11 +173,8 @@ class Runner {
     std::printf(
         "%-14s %s segments of %2d: total %.4f ms (five in a row %.4f): plan %.4f prepare %.4f states %.4f gradients "
         "%.4f\n",
-        c_.name.c_str(),
-        p_.whole_values ? "both "
-        : p_.fused      ? "fused"
-                        : "     ",
-        p_.segment_chunks, all, in_a_row, plan, prepare, states, gradients);
+        c_.name.c_str(), p_.whole_values ? "both" : "    ", p_.segment_chunks, all, in_a_row, plan, prepare, states,
+        gradients);
     std::fflush(stdout);
   }
 
@@ -331,7 +328,6 @@ class Runner {
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
     p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
-    p_.fused = c_.fused;
     p_.whole_values = c_.whole_values;
     workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));

@@ -1,7 +1,10 @@
-// Times of the generic CUDA paths and of decode, one line a case: median time, bytes that must move at least where that
-// is what limits, and the bound that the project holds itself to on an H200.
+// Times of the generic CUDA paths, of decode and of the verification of draft tokens, one line a case: median time,
+// bytes that must move at least where that is what limits, and the bound that the project holds itself to on an H200.
 //
-//   cuda_generic_bench [--reps N]
+//   cuda_generic_bench [--reps N] [--only prefill|decode|steps|verify]
+//
+// steps and verify have the rows of `python -m flash_qla bench` at which a call takes microseconds, and run only when
+// they are named.
 #include "device_bench.h"
 
 namespace flash_qla::testing {
@@ -15,12 +18,23 @@ class Bench : DeviceBench {
  public:
   using DeviceBench::DeviceBench;
 
-  void run() {
+  void run(const std::string& only) {
+    if (only.empty() || only == "prefill") prefills();
+    if (only.empty() || only == "decode") decodes();
+    if (only == "steps") steps();
+    if (only == "verify") verifications();
+  }
+
+ private:
+  void prefills() {
     prefill(128, 128, 8192, 10.0, 40.0);
     prefill(96, 192, 8192, 15.0, 60.0);
     prefill(128, 128, 2048, 0.0, 0.0);
     prefill(64, 64, 8192, 0.0, 0.0);
     prefill(256, 256, 8192, 0.0, 0.0);
+  }
+
+  void decodes() {
     const double copy = 4.27e9;  // bytes a millisecond: reading and writing on an H200
     for (const bool v_first : {true, false}) {
       for (const int64_t batch : {1, 16, 64, 256}) {
@@ -37,13 +51,31 @@ class Bench : DeviceBench {
     decode(64, 4, DType::kFloat32, true, 0.0);
   }
 
- private:
+  void steps() {
+    for (const DType state : {DType::kBFloat16, DType::kFloat32}) {
+      for (const int64_t batch : {1, 4, 8, 16, 24, 32, 40, 48, 64, 128, 256}) decode(batch, 1, state, true, 0.0);
+    }
+  }
+
+  void verifications() {
+    for (const DType state : {DType::kFloat32, DType::kBFloat16}) {
+      for (const int64_t heads : {8, 32}) {
+        for (const int64_t batch : {1, 2, 4, 8, 16, 64}) {
+          for (const int64_t T : {4, 6, 8}) {
+            if (T != 6 || batch == 1) verify(heads, batch, T, state, false);
+          }
+        }
+        for (const int64_t batch : {1, 16}) verify(heads, batch, 8, state, true);
+      }
+    }
+  }
+
   static double states_bytes(int64_t batch, int64_t size) {
     return 2.0 * static_cast<double>(batch * 32 * 128 * 128 * size);
   }
 
   static void print(const std::string& what, double ms, double bound, double bytes) {
-    std::printf("%-52s %9.4f ms", what.c_str(), ms);
+    std::printf("%-52s %9.5f ms", what.c_str(), ms);
     if (bytes > 0.0) std::printf("  %7.1f GB/s", bytes / ms * 1e-6);
     if (bound > 0.0) std::printf("  bound %.4f ms: %s", bound, ms <= bound ? "met" : "MISSED");
     std::printf("\n");
@@ -117,6 +149,48 @@ class Bench : DeviceBench {
                   static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16", v_first ? "V, K" : "K, V");
     print(what, time_op<Recurrent>(args, 20), bound, states_bytes(batch, size_of(state)));
   }
+
+  // T draft tokens of each of `batch` sequences: chains, or trees of eight.
+  void verify(int64_t heads, int64_t batch, int64_t T, DType state, bool tree) {
+    constexpr int64_t kDim = 128;
+    constexpr DType kType = DType::kBFloat16;
+    const int64_t key_heads = heads / 2;
+    arena_.reset();
+    VerifyArguments args;
+    args.q = draw(kType, {batch, T, key_heads, kDim}, -1.f, 1.f);
+    args.k = draw(kType, {batch, T, key_heads, kDim}, -1.f, 1.f);
+    args.v = draw(kType, {batch, T, heads, kDim}, -1.f, 1.f);
+    args.g = draw(kType, {batch, T, heads}, -1.f, 1.f);
+    args.beta = draw(kType, {batch, T, heads}, -1.f, 1.f);
+    args.A_log = draw(DType::kFloat32, {heads}, -2.f, 1.f);
+    args.dt_bias = draw(DType::kFloat32, {heads}, -1.f, 1.f);
+    args.o = draw(kType, {batch, T, heads, kDim}, -1.f, 1.f);
+    args.state_pool = draw(state, {batch, heads, kDim, kDim}, -0.1f, 0.1f);
+    args.states_out = tensor(nullptr, state, {batch, T, heads, kDim, kDim});
+    const int64_t elements = batch * T * heads * kDim * kDim;
+    args.states_out.data = arena_.take(static_cast<size_t>(elements * size_of(state)));
+    args.initial_state_indices = tensor(arena_.take(static_cast<size_t>(batch) * 4), DType::kInt32, {batch});
+    count_kernel<<<1, 256, 0, stream_>>>(static_cast<int32_t*>(args.initial_state_indices.data), batch);
+    if (tree) {
+      const std::vector<int32_t> parents = {-1, 0, 0, 1, 1, 2, 2, 3};
+      args.parents = tensor(arena_.take(static_cast<size_t>(batch * T) * 4), DType::kInt32, {batch, T});
+      for (int64_t n = 0; n < batch; ++n) {
+        check_cuda(cudaMemcpyAsync(static_cast<int32_t*>(args.parents.data) + n * T, parents.data(),
+                                   static_cast<size_t>(T) * 4, cudaMemcpyHostToDevice, stream_),
+                   "cudaMemcpyAsync");
+      }
+    }
+    args.options.state_v_first = 1;
+    args.options.use_qk_l2norm_in_kernel = 1;
+    args.options.use_gate_in_kernel = 1;
+    args.options.use_beta_sigmoid_in_kernel = 1;
+    args.options.path = "cuda_verify";
+    const double ms = time_op<Verify>(args, 20);
+    std::printf("verify    heads %2lld  batch %2lld  T %lld  %s states%s %9.2f us\n", static_cast<long long>(heads),
+                static_cast<long long>(batch), static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16",
+                tree ? "  tree " : "  chain", ms * 1e3);
+    std::fflush(stdout);
+  }
 };
 
 }  // namespace
@@ -124,13 +198,17 @@ class Bench : DeviceBench {
 
 int main(int argc, char** argv) {
   int reps = 11;
-  if (argc == 3 && std::string(argv[1]) == "--reps") reps = std::atoi(argv[2]);
+  std::string only;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::string(argv[i]) == "--reps") reps = std::atoi(argv[i + 1]);
+    if (std::string(argv[i]) == "--only") only = argv[i + 1];
+  }
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     std::printf("no GPU: nothing was measured\n");
     return 0;
   }
-  std::printf("%s", flash_qla::build_info().c_str());
-  flash_qla::testing::Bench(reps).run();
+  std::printf("%s\n", flash_qla::build_info().c_str());
+  flash_qla::testing::Bench(reps).run(only);
   return 0;
 }

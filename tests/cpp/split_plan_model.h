@@ -170,7 +170,7 @@ PlacedItems place_items(const Batch& batch, const CutSpacing& cut_spacing, const
   const OutputOrder groups(
       all, sequences[0].cuts,
       sequences[static_cast<size_t>(std::min(all.may_cut, static_cast<int32_t>(sequences.size()) - 1))].cuts, choice,
-      batch.in_place, 0);
+      batch.in_place, {});
   if (batch.in_place) *first_items = static_cast<int32_t>(kinds.size());
   for (size_t place = 0; place < order.size(); ++place) {
     const PlannedSequence& s = sequences[place];

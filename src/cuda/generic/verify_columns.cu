@@ -27,6 +27,10 @@ struct VerifyColumnsParams {
 };
 static_assert(std::is_trivially_copyable_v<VerifyColumnsParams>);
 
+// Up to so many blocks of 32 columns a call takes the time of one warp's instructions, and is spread over more warps.
+// An H200 is 1.0 to 1.4 times as fast so with 64 blocks, and up to 1.3 times slower with 128.
+constexpr int64_t kFewBlocks = 64;
+
 // In shared memory: the tokens, their values or u (float), and which token each continues.
 template <class Block>
 size_t shared_bytes(int T) {
@@ -43,6 +47,30 @@ __device__ void update(float (&state)[kAccesses][kVector], float decay, const fl
     for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u[a], decay * state[a][i]);
   }
 }
+
+// The loop's instructions count: store() works the address out again, and branches.
+__device__ inline void store_raw_at(const DeviceTensor& t, uint64_t address, float x) {
+  const bool is_half = t.dtype == static_cast<int32_t>(DType::kFloat16);
+  const uint16_t narrow = is_half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  if (is_wide(t)) {
+    *reinterpret_cast<float*>(address) = x;
+  } else {
+    *reinterpret_cast<uint16_t*>(address) = narrow;
+  }
+}
+
+// What a token's u takes, of the column whose sums a lane ends up with.
+template <int kKeys, int kVector>
+struct TokenOfLane {
+  float k[kVector], decay, beta, value;
+
+  __device__ void read(const SharedToken<kKeys>& s_token, int key0, float of_column) {
+    load_shared(k, s_token.k + key0);
+    decay = s_token.decay;
+    beta = s_token.beta;
+    value = of_column;
+  }
+};
 
 template <class State, int kKeys, class Use>
 __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
@@ -122,40 +150,51 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   };
 
   unpack_state();
+  const bool is_tree = p.places.parents.data != nullptr, keeps = row >= 0;
+  uint64_t output = address_of(p.o, offset_of(p.o, n, 0, head, column0 + own));
+  const uint64_t output_step = static_cast<uint64_t>(p.o.stride[1]) * (is_wide(p.o) ? 4 : 2);
+  State* to = reinterpret_cast<State*>(at.destination) + (keeps ? row : 0) * p.places.states.row;
+  TokenOfLane<kKeys, kVector> token, next;
+  token.read(s_tokens[0], key0, s_values[own]);
   for (int t = 0; t < tokens; ++t) {
-    if (const int parent = s_parents[t]; parent != t - 1) rebuild(parent);
-    const SharedToken<kKeys>& s_token = s_tokens[t];
-    const float decay = s_token.decay;
-    float k[kVector], along_k[kAccesses], along_q[kAccesses];
-    load_shared(k, s_token.k + key0);
-    {
-      float q[kVector];
-      load_shared(q, s_token.q + key0);
+    float q[kVector];
+    load_shared(q, s_tokens[t].q + key0);
+    const float kq = s_tokens[t].kq;
+    // The next token comes out of shared memory beside this one's sums.
+    const int after = min(t + 1, tokens - 1);
+    next.read(s_tokens[after], key0, s_values[after * kColumns + own]);
+    if (is_tree) {
+      if (const int parent = s_parents[t]; parent != t - 1) rebuild(parent);
+    }
+    float along_k[kAccesses], along_q[kAccesses];
 #pragma unroll
-      for (int a = 0; a < kAccesses; ++a) {
-        along_k[a] = dot(state[a], k);
-        along_q[a] = dot(state[a], q);
-      }
+    for (int a = 0; a < kAccesses; ++a) {
+      along_k[a] = dot(state[a], token.k);
+      along_q[a] = dot(state[a], q);
     }
     scatter_sums<kLanes, 1>(along_k);
     scatter_sums<kLanes, 1>(along_q);
     // u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u)
-    const float own_u = s_token.beta * fmaf(-decay, along_k[0], s_values[t * kColumns + own]);
-    store_output(t, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
+    const float own_u = token.beta * fmaf(-token.decay, along_k[0], token.value);
     float u[kAccesses];
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) u[a] = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
-    update(state, decay, k, u);
-    if (p.places.parents.data != nullptr) {
+    for (int a = 0; a < kAccesses; ++a) {
+      u[a] = kAccesses == 1 ? own_u : __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+    }
+    update(state, token.decay, token.k, u);
+    if (stores) store_raw_at(p.o, output, p.scale * fmaf(token.decay, along_q[0], own_u * kq));
+    output += output_step;
+    if (is_tree) {
       __syncwarp();  // the lanes that share a column have read its value
       if (stores) s_values[t * kColumns + own] = own_u;
       __syncwarp();
     }
-    if (row >= 0) {
-      State* to = reinterpret_cast<State*>(at.destination) + row * p.places.states.row + t * p.places.token_stride;
+    if (keeps) {
 #pragma unroll
       for (int a = 0; a < kAccesses; ++a) store_vector<State, true>(to + a * kStep, pack<State>(state[a]));
     }
+    to += p.places.token_stride;
+    token = next;
   }
 }
 
@@ -184,12 +223,21 @@ Status launch_columns(const Problem& p, VerifyColumnsParams params, const Queue&
                        shared_bytes<Block>(params.T), queue.stream, queue.overlaps, params);
 }
 
+template <class State, int kKeys>
+Status launch_use(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
+  constexpr bool kHalf = sizeof(State) == 2;
+  // Decode's, with as many blocks as leave each thread the registers that this kernel takes, on each GPU.
+  using Many = std::conditional_t<kHalf, ColumnsUse<128, kKeys == 64 ? 4 : 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
+  // A quarter of the columns a warp: a token takes a third of the instructions, and its sums less of their time. Two
+  // blocks a multiprocessor leave registers enough on each GPU, and so few are all there at once.
+  using Few = std::conditional_t<kHalf, ColumnsUse<256, 2, 1, true>, ColumnsUse<256, 2, 2, false>>;
+  return p.N * p.Hv * ceil_div(p.V, int64_t{32}) <= kFewBlocks ? launch_columns<State, kKeys, Few>(p, params, queue)
+                                                               : launch_columns<State, kKeys, Many>(p, params, queue);
+}
+
 template <class State>
 Status launch_with(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
-  // Decode's, with as many blocks as leave each thread the registers that this kernel takes; not measured yet.
-  using Use = std::conditional_t<sizeof(State) == 2, ColumnsUse<128, 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
-  return p.K == 64 ? launch_columns<State, 64, Use>(p, params, queue)
-                   : launch_columns<State, 128, Use>(p, params, queue);
+  return p.K == 64 ? launch_use<State, 64>(p, params, queue) : launch_use<State, 128>(p, params, queue);
 }
 
 Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {

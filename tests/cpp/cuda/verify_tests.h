@@ -136,6 +136,10 @@ inline VerifyCall draw_verify(DType type, int64_t largest_state, Random& random)
   return call;
 }
 
+// As many sequences as have more than 64 blocks of 32 columns (kFewBlocks in generic/verify_columns.cu), from where on
+// path cuda_verify has fewer warps for a head.
+inline int64_t many_sequences(const Shape& s) { return 64 / (s.Hv * ceil_div(s.V, int64_t{32})) + 1; }
+
 // What path cuda_verify takes.
 inline VerifyCall draw_verify_columns(Random& random) {
   static const std::vector<DType> kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
@@ -151,9 +155,55 @@ inline VerifyCall draw_verify_columns(Random& random) {
   Features f = draw_features(s.dtype, random);
   f.v_first = true;
   f.state_dtype = random.pick(kFloats);
+  if (random.chance(0.3)) s.B = many_sequences(s);
   VerifyCall call;
   call.draw(s, f, random);
   return call;
+}
+
+// A sequence's bits do not depend on how many others there are, nor on the warps that its heads have.
+inline int64_t test_verify_alone(const Settings& settings, Arena& arena) {
+  constexpr const char* kPath = "cuda_verify";
+  Checker checker("verify, bits depend on the sequence alone", settings, arena, kPath);
+  Random random(settings.seed + 71);
+  for (const DType states : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t K : {64, 128}) {
+      Shape s;
+      s.dtype = DType::kBFloat16;
+      s.T = K == 64 ? 5 : 9;  // 9: more tokens than a block has warps to stage them
+      s.Hq = 2;
+      s.Hv = 4;
+      s.K = K;
+      s.V = 128;
+      s.B = many_sequences(s);
+      Features f;
+      f.v_first = f.l2norm = f.gate = f.sigmoid = true;
+      f.state_dtype = states;
+      VerifyCall together;
+      together.draw(s, f, random);
+      together.initial_indices.fill([&](int64_t n, int64_t, int64_t, int64_t) { return static_cast<double>(n); });
+      together.rows = Buffer();
+      together.o = Buffer(s.dtype, {s.B, s.T, s.Hv, s.V});
+      together.states_out = Buffer(states, state_shape(s, true, s.B * s.T));
+      const VerifyCall drawn = together;
+      checker.run("together", together, kPath);
+      for (const int64_t n : {int64_t{0}, s.B - 1}) {
+        VerifyCall alone = drawn;
+        for (Buffer* buffer : {&alone.in.q, &alone.in.k, &alone.in.v, &alone.in.g, &alone.in.beta,
+                               &alone.initial_indices, &alone.parents, &alone.o}) {
+          if (buffer->present()) *buffer = buffer->slice(0, n, n + 1);
+        }
+        alone.in.shape.B = 1;
+        alone.states_out = alone.states_out.slice(0, n * s.T, (n + 1) * s.T);
+        checker.run("alone", alone, kPath);
+        if (!same(alone.o, together.o.slice(0, n, n + 1))) checker.fail("alone", kPath, "o differs");
+        if (!same(alone.states_out, together.states_out.slice(0, n * s.T, (n + 1) * s.T))) {
+          checker.fail("alone", kPath, "states differ");
+        }
+      }
+    }
+  }
+  return checker.finish();
 }
 
 // Returns how many checks failed. `reference`, on `where`: what float32 paths are compared with.
@@ -176,7 +226,7 @@ inline int64_t test_verify(const Settings& settings, Arena& arena, const char* r
   for_each_case(settings, settings.cases, draw_verify_columns, [&](const std::string& what, const VerifyCall& call) {
     columns.check(what, call, nullptr, reference, where);
   });
-  return oracle.finish() + generic.finish() + columns.finish();
+  return oracle.finish() + generic.finish() + columns.finish() + test_verify_alone(settings, arena);
 }
 
 }  // namespace flash_qla::testing

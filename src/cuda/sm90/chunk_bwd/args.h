@@ -67,9 +67,10 @@ struct Args {
   bool exact_short;    // dbeta and dg of sequences of one pair in fp32 (last_tokens.cuh)
   bool makes_A;        // the caller has no A
   bool beside;         // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
-  bool fused;  // the serial passes make G o A and P themselves (passes/kernel.cuh); set when the workspace is bound
-  bool keeps_exact;   // it is: the passes keep states in fp32 too; set when the workspace is bound
-  bool whole_values;  // a block of the passes has both halves of V (passes/kernel.cuh); set when the workspace is bound
+  bool keeps_exact;    // it is: the passes keep states in fp32 too; set when the workspace is bound
+  // A block of the passes has both halves of V, and makes G o A and P (passes/kernel.cuh). Set when the workspace is
+  // bound; where the caller has set it before, it stays where that can be.
+  bool whole_values;
   // dS at the end of a pair of 128 tokens waits in the rows of dq and dk of that pair and key head, which the gradients
   // kernel stores when it is done with it: the first value head's in dq, the second one's in dk. For groups of at most
   // two heads, where dq and dk are there.
@@ -121,10 +122,10 @@ struct Args {
   int32_t* round_counts;     // [2]: how many
   int32_t *chain_listed, *chain_count, *chains;  // [N, Hv, 2] flags, [1], [N * Hv * 2]: what is combined (scan.cuh)
   float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
-  uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
-  uint8_t* P;           // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
+  uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless whole_values
+  uint8_t* P;           // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless whole_values
   float* gates;         // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta;
-  int32_t gate_stride;  // unless fused [.., 10, 64], behind them what the passes take (traits.h); so many floats
+  int32_t gate_stride;  // unless whole_values [.., 10, 64], behind them what the passes take (traits.h); so many floats
   uint8_t* states;      // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
   // [pair_bound, Hv] tiles [2 halves of K][64 of V][2 halves of V][64 of K] of dS at the pair's end, as rows, not as
   // images; with grads_in_outputs [N, Hv]: of sequences' last pairs that are short.

@@ -18,12 +18,6 @@ namespace {
 // dq and dk of a pair of 128 tokens and key head have the bytes of two states.
 bool keeps_grads_in_outputs(const Args& p) { return p.has_dq_and_dk && p.group <= 2; }
 
-constexpr int64_t kWave = 132;        // multiprocessors of an H200
-constexpr int64_t kLeastFused = 100;  // blocks of one wave that wait for memory
-
-// Blocks of the passes by halves of V, over whole sequences.
-int64_t half_blocks(const Args& p) { return int64_t{4} * p.N * p.Hv; }
-
 // The longest sequence's share of all tokens. Packed sequences' lengths are not known here. Taken: a seventh more than
 // the longest of N pieces has when a whole is cut at places drawn at random, (1 + 1/2 + .. + 1/N) / N of it.
 double longest_share(const Args& p) {
@@ -33,13 +27,20 @@ double longest_share(const Args& p) {
   return std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
 }
 
-// Whether the serial passes should make G o A and P themselves: a step takes longer then, but there is nothing before
-// them and less to load (docs/notebook/sm90_backward.md). With blocks that nearly fill the device at once they wait for
-// memory, not for the chain of products: of one sequence, or of several that are alike. With several waves of blocks
-// the chain of the longest sequence is not all.
-bool gains_by_fusing(const Args& p) {
-  const int64_t blocks = half_blocks(p);
-  return blocks > kWave || (blocks >= kLeastFused && (p.N == 1 || p.cu_seqlens == nullptr));
+// The share of all tokens that the longest sequence may have, for each value head, where blocks of the passes take both
+// halves of V. Measured: 0.030 in calls of several sequences. One of 29 to 33 heads, or as many in equal ones, would
+// take half a device's blocks with the other form too, and has G o A and P to wait for there.
+constexpr double kShareOfHead = 0.035;
+
+// Whether a block of the passes takes both halves of V, and makes G o A and P: what two blocks would load, and another
+// kernel make, it loads and makes once, and keeps no tiles in memory. But each chunk takes 2.1 us for 1.5. So it pays
+// where the longest sequence's chain is not what is waited for.
+bool gains_by_whole_values(const Args& p) { return longest_share(p) <= kShareOfHead * p.Hv; }
+
+// Segments want the kernel that makes tiles before the passes: how fast states decay comes from there too. Passes that
+// leave states in fp32 are of the form that does not make them.
+bool takes_whole_values(const Args& p) {
+  return (p.whole_values || gains_by_whole_values(p)) && p.segment_chunks == 0 && !p.exact_by_sequence;
 }
 
 int32_t pair_bound(const Args& p) {
@@ -52,40 +53,21 @@ int32_t pair_bound(const Args& p) {
 constexpr int64_t kMostExact = 64;
 
 bool keeps_exact(const Args& p) {
-  return p.exact_by_sequence || (p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact);
+  return p.exact_by_sequence || (p.may_be_exact && !p.whole_values && int64_t{pair_bound(p)} * p.Hv <= kMostExact);
 }
 
 // Pairs of sequences that want it, at most: these have more than 128 tokens, and so a pair to every 64 of them at most.
 int64_t exact_pairs(const Args& p) { return std::min(int64_t{kExactPairs} * p.N, int64_t{p.B} * p.T / kChunk); }
 
-// Whether a block of fused passes takes both halves of V: what two blocks would load, and make, it loads and makes
-// once. All multiprocessors do more, but each chunk takes 2.1 us for 1.5. So it pays where the longest
-// sequence's chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the
-// gradients' in them.
-bool takes_whole_values(const Args& p) {
-  if (!p.fused) return false;
-  constexpr double kShareOfHead = 9.0 / kWave / 2.3;
-  return p.whole_values || longest_share(p) <= kShareOfHead * p.Hv;
-}
-
-// Segments want the kernel that makes them before the passes: how fast states decay comes from there too. Passes that
-// leave states in fp32 are of the form that does not make them.
-bool makes_own_tiles(const Args& p) {
-  return (p.fused || p.whole_values || gains_by_fusing(p)) && p.segment_chunks == 0 && !p.exact_by_sequence;
-}
-
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
 // the passes take them.
 bool leaves_half_idle(const Args& p, int multiprocessors) {
-  return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
+  return !p.whole_values && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
 }
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
 // shrink where a sequence is added: so only where fewer sequences, and one alone, do without as well.
-bool has_no_room_for_tiles(const Args& p) {
-  const int64_t of_one = int64_t{4} * p.Hv;
-  return p.fused && of_one >= kLeastFused && of_one <= kWave;
-}
+bool has_no_room_for_tiles(const Args& p) { return p.whole_values && kShareOfHead * p.Hv >= 1.0; }
 
 size_t take_all(Args* p, void* base) {
   Workspace workspace(base);
@@ -130,7 +112,7 @@ size_t take_all(Args* p, void* base) {
     p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
     p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   }
-  p->gate_stride = static_cast<int32_t>((p->fused ? kGateBytes : kAllGateBytes) / sizeof(float));
+  p->gate_stride = static_cast<int32_t>((p->whole_values ? kGateBytes : kAllGateBytes) / sizeof(float));
   p->gates = workspace.take<float>(tiles * (has_room ? kAllGateBytes : kGateBytes) / sizeof(float));
   p->states = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->grads_in_outputs = keeps_grads_in_outputs(*p);
@@ -173,20 +155,20 @@ int32_t fastest_segment_chunks(const Args& p, int multiprocessors) {
   const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
   auto after = [&](double beside, double most = 0.75) { return gradients - std::min(most * gradients, beside); };
 
-  // Whole: a step takes a third more where there are several waves of blocks, by the form that these take. Gradients
-  // run beside from when the passes meet; with less of the device at it an item takes less: 8 us for 13.5.
+  // Whole: a step takes a third more where there are several waves of blocks, or blocks have both halves of V.
+  // Gradients run beside from when the passes meet; with less of the device at it an item takes less: 8 us for 13.5.
   // Shorter sequences' blocks end sooner. Before all of it comes prepare.cuh, where it does not run beside the passes.
   const double fill = 4.0 * p.N * p.Hv / multiprocessors, work = fill * static_cast<double>(chunks) / p.N;
+  const bool makes_tiles = gains_by_whole_values(p);
   double passes = 1.1 * longest, idle = 1.0 - work / longest, most = 0.75;
-  if (fill > 1.0) {
+  if (fill > 1.0 || makes_tiles) {
     const double steps = std::max(longest, work + 0.3 * longest);
     passes = 1.3 * steps;
     idle = 1.0 - work / steps;
-  } else if (!gains_by_fusing(p)) {
-    const bool beside = 2.0 * fill <= 1.0;
-    if (!beside) passes += 1.2 * static_cast<double>(chunks) * p.Hv / multiprocessors;
-    if (!beside) most = 0.9;
+  } else if (fill > 0.5) {
+    most = 0.9;
   }
+  if (fill > 0.5 && !makes_tiles) passes += 1.2 * static_cast<double>(chunks) * p.Hv / multiprocessors;
   double best = passes + after(idle * 0.8 * longest, most) + 14;
   int32_t best_length = 0;
   for (int32_t length = kLeastSegmentChunks; length < longest; ++length) {
@@ -237,13 +219,12 @@ int32_t choose_segment_chunks(const Args& p, int multiprocessors) {
 size_t chunk_backward_workspace_size(const Args& params) {
   Args copy = params;
   copy.makes_A = params.A.data == nullptr;
-  copy.fused = makes_own_tiles(params);
+  copy.whole_values = takes_whole_values(params);
   return take_all(&copy, nullptr);
 }
 
 void bind_chunk_backward_workspace(Args* params, void* workspace) {
   params->makes_A = params->A.data == nullptr;
-  params->fused = makes_own_tiles(*params);
   params->whole_values = takes_whole_values(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);

@@ -80,10 +80,10 @@ template <typename T>
 cudaError_t launch_chunk_backward_typed(const Args& p, const Maps& maps, const Parts& stage, int multiprocessors,
                                         cudaStream_t stream) {
   if (stage.prepare && p.makes_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_make_a<T>(p, maps, stream));
-  if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
+  if (stage.prepare && !p.whole_values)
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
     const auto states = p.whole_values  ? launch_states<T, kBothVariant>
-                        : p.fused       ? launch_states<T, kFusedVariant>
                         : p.keeps_exact ? launch_states<T, kExactVariant>
                                         : launch_states<T, kHalfVariant>;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(states(p, maps, multiprocessors, stream));

@@ -121,6 +121,7 @@ struct KernelArgs {
   const int32_t* cut;
   int32_t items;       // N * Hv
   int32_t followed;    // 1: a kernel of the same call comes after this one, and may start beside it
+  int32_t carried;     // 1: states of carried heads are not made again, so that there may be none to make
   CUtensorMap a;       // of kernels with kSavesA
   int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };

@@ -150,7 +150,7 @@ Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
 }
 
 // Of a call that may be cut: four kernels, each allowed to start while the one before it runs.
-//   classify -> list -> [states at cuts of carried heads ->] segment states and scan -> outputs
+//   [states at cuts of carried heads ->] classify -> list -> segment states and scan -> outputs
 // The last one begins with items that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call that
 // is not cut, which finds its items if nothing is to be cut.
@@ -189,8 +189,8 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
     error = launch_items_of(uncut_kernel, whole, whole.items, sms, stream);
     if (error != cudaSuccess) return error;
   }
-  error = launch_plan(split, stream);
-  if (error == cudaSuccess && carry.chains != nullptr) error = launch_carried(split, stream);
+  if (carry.chains != nullptr) error = launch_carried(split, stream);
+  if (error == cudaSuccess) error = launch_plan(split, stream);
   if (error != cudaSuccess) return error;
 
   PlanCounters* counters = split.workspace.counters;
@@ -205,6 +205,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.list = split.workspace.state_items;
   items.sizes = &counters->states;
   items.tickets = &start->states;
+  items.carried = carry.chains != nullptr;
   items.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (queue_first_chunks())
   // The planner holds an SM: with a block for that one too, the kernel after this one could not start before it ends.
   error = launch_items_of(segment_states(args.type), items, std::max(sms - 1, 1), sms, stream);

@@ -1,5 +1,5 @@
-// States at the cuts of carried heads (carry.h), from the state that enters. Beside the planner's last kernel: none of
-// the plan is needed until the states are there.
+// States at the cuts of carried heads (carry.h), from the state that enters: the first kernel of a planned call, which
+// needs nothing of the plan. The planner's last kernel waits for it, so that items find these states.
 #include <cuda_runtime.h>
 
 #include "cuda/common/bulk.cuh"
@@ -12,8 +12,6 @@
 namespace flash_qla::cuda::sm90::cp {
 namespace {
 
-static_assert(kCarrySlices == kChainSlices);
-
 struct CarryParams {
   Carry carry;
   const float* initial;  // [rows, Hv, K, V], or V first; null: zeros
@@ -21,7 +19,6 @@ struct CarryParams {
   int32_t v_first;
   int32_t heads;
   float* cut_states;  // from the carry's first slot on
-  PlanCounters* counters;
 };
 static_assert(std::is_trivially_copyable_v<CarryParams>);
 
@@ -31,33 +28,37 @@ __device__ int cut_state_element(int v, int k) {
   return 4 * cut_state_position(v / 64, v % 64 / 16, k / 8, lane) + 2 * (v % 16 / 8) + k % 2;
 }
 
-__global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __grid_constant__ CarryParams p) {
-  // What came before the plan's first kernel was there when that let the next one start. The plan is made by a kernel
-  // that runs.
+// S <- S + M X at each cut, where X is what enters the chain: the links' scan has left both. A block takes 16 columns
+// of a cut.
+__global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const __grid_constant__ CarryParams p) {
+  __shared__ int32_t s_index;
+  wait_for_predecessors();
   launch_dependents();
-  ChainMemory& memory = *dynamic_shared<ChainMemory>();
-  const int32_t slice = static_cast<int32_t>(blockIdx.x) % kChainSlices;
-  const int32_t index = p.carry.order[blockIdx.x / kChainSlices];
-  const LinkChain chain = p.carry.chains[index];
-  if (chain.has_cuts()) {
-    const ChainPlace at;
-    const int column0 = slice * kChainColumns;
-    const auto cell = [&](int32_t number, ChainShare& columns) {
-      const float* from = p.carry.cells + static_cast<int64_t>(number) * kMatrix;
+  const ChainPlace at;
+  for (int32_t work = static_cast<int32_t>(blockIdx.x);; work += static_cast<int32_t>(gridDim.x)) {
+    const int32_t cut = work / kChainSlices, column0 = work % kChainSlices * kChainColumns;
+    __syncthreads();  // all have seen the work before
+    if (threadIdx.x == 0) s_index = -1;
+    __syncthreads();
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p.carry.parts * p.heads; i += kChainThreads) {
+      const LinkChain& chain = p.carry.chains[i];
+      if (cut >= chain.first_cut && cut - chain.first_cut < chain.cuts()) s_index = i;
+    }
+    __syncthreads();
+    const int32_t index = s_index;
+    if (index < 0) return;
+    const LinkChain chain = p.carry.chains[index];
+    const int32_t segment = cut - chain.first_cut;
+    const bool is_affine = chain.is_affine != 0;  // else the sequence begins here, and S is the true state
+    const auto matrix = [&](int32_t number) { return p.carry.cells + static_cast<int64_t>(number) * kMatrix; };
+    const auto left = [&](ChainShare& columns) {
+      const float* from = matrix(chain.state_cell(segment));
 #pragma unroll
       for (int i = 0; i < kChainColumns; ++i) columns[i] = from[(column0 + i) * kHeadDim + at.row];
     };
-    const auto put = [&](int32_t segment, const ChainShare& columns) {
-      float* to = p.cut_states + static_cast<int64_t>(chain.state_cell(segment)) * kMatrix;
-#pragma unroll
-      for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = columns[i];
-    };
-    // Where the sequence begins here the first segment's last state is the true one.
-    const int32_t first = chain.is_affine != 0 ? 0 : 1;
     ChainShare state = {};
-    if (first != 0) {
-      cell(chain.state_cell(0), state);
-      put(0, state);
+    if (!is_affine) {
+      left(state);
     } else if (p.initial != nullptr) {
       const float* from = p.initial + chain.row * p.row_stride + index % p.heads * p.head_stride;
 #pragma unroll
@@ -67,21 +68,12 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __
       }
     }
     scan_chain(
-        memory, p.carry.cells + static_cast<int64_t>(chain.transition_cell(first)) * kMatrix, kMatrix,
-        chain.segments - 1 - first, state,
-        [&](int32_t step, ChainShare& added) { cell(chain.state_cell(first + step), added); },
-        [&](int32_t step, const ChainShare& columns) { put(first + step, columns); });
+        *dynamic_shared<ChainMemory>(), matrix(is_affine ? p.carry.entering_cell(chain, segment) : 0), kMatrix,
+        is_affine ? 1 : 0, state, [&](int32_t, ChainShare& added) { left(added); }, [](int32_t, const ChainShare&) {});
+    float* to = p.cut_states + static_cast<int64_t>(chain.state_cell(segment)) * kMatrix;
+#pragma unroll
+    for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = state[i];
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  // The planner counts the blocks of such chains as slices of states at cuts to come.
-  if (chain.has_cuts()) {
-    while (load_acquire(&p.counters->made) != 1) __nanosleep(50);
-    atomicSub(&p.counters->progress.slices_left, 1u);
-  }
-  // A kernel must not end before those it depends on.
-  if (blockIdx.x == 0) wait_for_predecessors();
 }
 
 }  // namespace
@@ -94,14 +86,13 @@ cudaError_t launch_carried(const PlanArgs& plan, cudaStream_t stream) {
                      args.initial.head_stride,
                      args.state_v_first,
                      args.num_value_heads,
-                     reinterpret_cast<float*>(plan.workspace.cut_states) + plan.capacity.slots * kMatrix,
-                     plan.workspace.counters};
+                     reinterpret_cast<float*>(plan.workspace.cut_states) + plan.capacity.slots * kMatrix};
   const cudaError_t error =
-      cudaFuncSetAttribute(scan_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ChainMemory));
+      cudaFuncSetAttribute(enter_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ChainMemory));
   if (error != cudaSuccess) return error;
-  const LaunchConfig shape(plan.carry.parts * args.num_value_heads * kCarrySlices, kChainThreads, sizeof(ChainMemory),
-                           stream, true);
-  return cudaLaunchKernelEx(&shape.config, scan_carried_kernel, params);
+  // As many blocks as run at once.
+  const LaunchConfig shape(2 * plan.sms, kChainThreads, sizeof(ChainMemory), stream, true);
+  return cudaLaunchKernelEx(&shape.config, enter_carried_kernel, params);
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -46,26 +46,7 @@ __device__ int first_chunk_where(bool x, int lane) {
 // Warm-ups of the boundaries, a block for each boundary and up to four value heads of a key head. What a round decides
 // every warp works out for itself, from sums in shared memory: few barriers.
 template <typename Element>
-__global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const __grid_constant__ PlanArgs p) {
-  if (p.least_longest != 0) {
-    // What the kernels before the call wrote, and the answer, were there before the uncut kernel's blocks let this
-    // one start. Its end is waited for by the first block alone, as kernels must not end before those they depend on.
-    launch_dependents();
-    const bool cut = load_now(p.workspace.cut) != 0;
-    if (blockIdx.x == 0) wait_for_predecessors();
-    if (!cut) return;
-  } else {
-    // For what the kernels before this one write, which the one after it reads as well.
-    wait_for_predecessors();
-    if (blockIdx.x == 0) {
-      if (threadIdx.x == 0) {
-        reset_plan_start(p.workspace, true);
-        __threadfence();
-      }
-      __syncthreads();  // whoever asks for it starts after this block has said that it may
-    }
-    launch_dependents();
-  }
+__device__ void classify_cuts(const PlanArgs& p) {
   const Args& args = p.args;
   if (p.in_place != 0) {
     const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
@@ -217,6 +198,27 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
     if (thread < heads) warmups[thread] = static_cast<uint8_t>(max(warmup, 0));
     if (unit + units_blocks < p.units) __syncthreads();  // the sums of this unit have been read
   }
+}
+
+template <typename Element>
+__global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const __grid_constant__ PlanArgs p) {
+  // Where a kernel of this call comes before this one, what was written before the call was there when that let this
+  // one start: its end is waited for by the first block alone, as kernels must not end before those they depend on.
+  const bool is_first = p.least_longest == 0 && p.carry.chains == nullptr;
+  // Else for what the kernels before this one write, which the one after it reads as well.
+  if (is_first) wait_for_predecessors();
+  if (p.least_longest == 0) {
+    if (blockIdx.x == 0) {
+      if (threadIdx.x == 0) {
+        reset_plan_start(p.workspace, true);
+        __threadfence();
+      }
+      __syncthreads();  // whoever asks for it starts after this block has said that it may
+    }
+  }
+  launch_dependents();
+  if (p.least_longest == 0 || load_now(p.workspace.cut) != 0) classify_cuts<Element>(p);
+  if (!is_first && blockIdx.x == 0) wait_for_predecessors();
 }
 
 }  // namespace

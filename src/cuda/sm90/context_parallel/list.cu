@@ -99,17 +99,18 @@ __device__ WorkItem carried_item(const PlanArgs& p, const SequenceSpan& sequence
                    segment_start(chunks, k + 1, chain.segments), 0, slot, flags);
 }
 
-// Carried heads, and their segments but the first ones.
+// Carried heads, and their segments but the first ones, of so many chunks at most.
 struct CarriedCounts {
-  int32_t heads, later;
-  __device__ void add(const LinkChain& chain) {
+  int32_t heads, later, longest;
+  __device__ void add(const LinkChain& chain, int32_t chunks) {
     atomicAdd(&heads, 1);
     atomicAdd(&later, chain.segments - 1);
+    atomicMax(&longest, (chunks + chain.segments - 1) / chain.segments);
   }
 };
 
-// One block. Every item has a place that depends on lengths and kinds alone; but carried heads' ones, which are at the
-// ends of their lists, come in any order.
+// One block. Every item has a place that depends on lengths and kinds alone; but carried heads' ones come in any order
+// among their like.
 __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __grid_constant__ PlanArgs p) {
   launch_dependents();
   const Args& args = p.args;
@@ -132,15 +133,14 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __shared__ int32_t sums[ItemCounts::kNumbers][kListWarps];
   __shared__ int32_t exact_found, unusual_found;  // heads; unusual: whose warm-ups are not the usual ones
   __shared__ CarriedCounts carried_found, carried_placed;
-  __shared__ int32_t carried_slices;  // of states at cuts of carried heads (carry.cu)
   PlannedSequence* const sequences = n <= kKeptSequences ? kept_sequences : ws.sequences;
   // First the kind of each sequence and head (choose_joins.cuh), then its number among the sequence's of its kind: of a
   // decaying one all bits of it turned, of a carried one kCarried.
   constexpr int32_t kCarried = INT32_MIN;
   int32_t* const kinds = pairs <= kKeptHeads ? kept_kinds : ws.kinds;
   if (thread == 0) {
-    exact_found = unusual_found = carried_slices = 0;
-    carried_found = carried_placed = {0, 0};
+    exact_found = unusual_found = 0;
+    carried_found = carried_placed = {0, 0, 0};
   }
 
   const bool may_cut = cut_spacing.spacing > 0;
@@ -152,9 +152,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   const bool expected = p.least_longest == 0 && lengths == p.expected_lengths && !carries;
   cut_sequences(p, cut_spacing, sequences, sums);
   __syncthreads();
-  for (int32_t i = thread; i < p.carry.parts * heads; i += kListThreads) {
-    if (p.carry.chains[i].has_cuts()) atomicAdd(&carried_slices, kCarrySlices);
-  }
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified; with carried heads, which are known, as if all others decayed. If it is not that, its
   // instructions are in the caches.
@@ -219,7 +216,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     if (group_lane != 0) continue;
     if (const LinkChain* chain = carries ? carried_chain(p, cuts.sequence, head) : nullptr; chain != nullptr) {
       kinds[pair] = carried_head(chain->segments);
-      carried_found.add(*chain);
+      carried_found.add(*chain, cuts.chunks);
       continue;
     }
     kinds[pair] = exact != 0 ? kExactHead : total;
@@ -286,7 +283,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __syncthreads();
 
   const OutputOrder order(all, sequences[in_order(0)].cuts, sequences[in_order(min(all.may_cut, n - 1))].cuts, choice,
-                          p.in_place != 0, carried_found.heads);
+                          p.in_place != 0, {carried_found.heads, carried_found.later, carried_found.longest});
   const ItemSink sink{ws, heads, p.in_place != 0};
 #pragma unroll 1
   for (int32_t pair = first_pair; pair < pairs; pair += pairs_at_once) {
@@ -294,12 +291,12 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     if (rank == kCarried) {
       const SequenceSpan& sequence = sequences[i].cuts.sequence;
       const LinkChain& chain = *carried_chain(p, sequence, head);
-      CarriedCounts before{0, 0};
+      CarriedCounts before{};
       if (group_lane == 0) {
-        before = {atomicAdd(&carried_placed.heads, 1), atomicAdd(&carried_placed.later, chain.segments - 1)};
+        before = {atomicAdd(&carried_placed.heads, 1), atomicAdd(&carried_placed.later, chain.segments - 1), 0};
       }
       const int32_t first = __shfl_sync(group, before.heads, 0, width);
-      const int32_t later = order.dependent + all.dependent + __shfl_sync(group, before.later, 0, width);
+      const int32_t later = order.carried + __shfl_sync(group, before.later, 0, width);
 #pragma unroll 1
       for (int32_t k = group_lane; k < chain.segments; k += width) {
         sink.output(k == 0 ? first : later + k - 1, carried_item(p, sequence, head, chain, k));
@@ -322,10 +319,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     PlanCounters counters{};
     counters.states.items = all.states;
     counters.outputs.items = order.dependent;
-    counters.outputs.dependent_items = all.dependent + carried_found.later;
+    counters.outputs.dependent_items = all.dependent;
     counters.progress.states_left = static_cast<uint32_t>(all.states * kStateWarps);
     counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(all.scans * kScanSlices);
-    counters.progress.slices_left += static_cast<uint32_t>(carried_slices);
     counters.progress.first_items = p.in_place != 0 ? static_cast<uint32_t>(pairs) : 0;
     counters.planner_tpc = tpc();
     counters.spacing = cut_spacing.spacing;

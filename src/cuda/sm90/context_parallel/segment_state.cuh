@@ -42,7 +42,9 @@ __device__ __forceinline__ void leave_items_to_whole_tpcs(const KernelArgs& p) {
 // Before anything else, by one thread: whether the plan is there and has no state to be made, as where all have been
 // carried. The first block always stays: a kernel must not end before those it depends on, and it waits for them.
 __device__ __forceinline__ bool leaves_at_once(const KernelArgs& p) {
-  return load_acquire(&p.counters->made) == 1 && p.sizes->items == 0 && blockIdx.x != 0;
+  uint32_t made = load_acquire(&p.counters->made);
+  while (p.carried != 0 && made != 1) made = load_acquire(&p.counters->made);
+  return made == 1 && p.sizes->items == 0 && blockIdx.x != 0;
 }
 
 // The first chunks of the block's items, and where its producer stands then.

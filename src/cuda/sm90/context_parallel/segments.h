@@ -128,25 +128,38 @@ struct PlannedSequence {
   ItemCounts before;
 };
 
+// Items that write O of carried heads (carry.h), whose states at cuts are there: first segments, and later ones of so
+// many chunks at most.
+struct CarriedItems {
+  int32_t first, later, longest;
+};
+
 // Where the groups of the items that write O begin in their list.
 struct OutputOrder {
   int32_t free[ItemCounts::kGroups];
+  int32_t carried;  // later segments of carried heads
   int32_t dependent;
 
   // all: counts of all sequences. Groups go by the lengths of their longest items. longest: the first of the sequences
-  // in their order; longest_whole: the first that is too short to be cut, if there is one. carried: heads whose first
-  // segments come before all others. in_place: final states
-  // overwrite initial ones, so that who reads one must be given out before who overwrites it: first segments first,
-  // then a head's others in their order (CutChoice::in_order).
+  // in their order; longest_whole: the first that is too short to be cut, if there is one. First segments of
+  // carried heads come before all others, their later ones too if they are the longest, else after them. in_place:
+  // final states overwrite initial ones, so that who reads one must be given out before who overwrites it: first
+  // segments first, then a head's others in their order (CutChoice::in_order).
   FLASH_QLA_HOST_DEVICE OutputOrder(const ItemCounts& all, const CutSequence& longest, const CutSequence& longest_whole,
-                                    const CutChoice& choice, bool in_place, int32_t carried) {
+                                    const CutChoice& choice, bool in_place, const CarriedItems& carried_items) {
     const Segmentation decaying = choice.segments(longest, false), exact = choice.segments(longest, true);
     const int32_t first = decaying.start(longest, 1), small = decaying.least * longest.piece + kUsualWarmup;
     const int32_t whole = longest_whole.chunks;
     const int32_t lengths[] = {exact.start(longest, 1), first, whole, first + kUsualWarmup, small};
+    bool are_longest = !in_place;
     FLASH_QLA_UNROLL
     for (int32_t group = 0; group < ItemCounts::kGroups; ++group) {
-      free[group] = carried;
+      are_longest = are_longest && (all.free[group] == 0 || carried_items.longest > lengths[group]);
+    }
+    const int32_t before_others = carried_items.first + (are_longest ? carried_items.later : 0);
+    FLASH_QLA_UNROLL
+    for (int32_t group = 0; group < ItemCounts::kGroups; ++group) {
+      free[group] = before_others;
       FLASH_QLA_UNROLL
       for (int32_t other = 0; other < ItemCounts::kGroups; ++other) {
         const bool before =
@@ -154,7 +167,8 @@ struct OutputOrder {
         if (before) free[group] += all.free[other];
       }
     }
-    dependent = carried + all.independent();
+    carried = carried_items.first + (are_longest ? 0 : all.independent());
+    dependent = carried_items.first + carried_items.later + all.independent();
   }
   // free[group], of a group that the compiler does not know: by comparisons, so that it stays in registers.
   FLASH_QLA_HOST_DEVICE int32_t start(int32_t group) const {

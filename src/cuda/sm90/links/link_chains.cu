@@ -43,7 +43,8 @@ __device__ bool is_cut(const LinkPass& pass) { return pass.row >= 0 && (pass.sta
 
 // Going backward M is the forward's: of the first segment there is no transition to make.
 __device__ LinkChain chain_of(const LinkPass& pass, const LinkSpacing& spacing, bool backward) {
-  LinkChain chain{0, 0, 0, 0, backward ? 0 : pass.is_affine};
+  LinkChain chain{};
+  chain.is_affine = backward ? 0 : pass.is_affine;
   if (pass.row < 0) return chain;
   chain.segments = 1;
   if (!is_cut(pass)) return chain;
@@ -54,7 +55,7 @@ __device__ LinkChain chain_of(const LinkPass& pass, const LinkSpacing& spacing, 
 }
 
 // Numbers that are summed over the chains before each.
-enum Sum : int { kStates, kTransitions, kTiles, kChains, kSums };
+enum Sum : int { kStates, kTransitions, kTiles, kChains, kCuts, kSums };
 
 // How the chains are cut, by the whole block. longest: in chunks, of those that are.
 __device__ LinkSpacing choose_spacing(const ListParams& p, bool backward, int32_t longest) {
@@ -137,6 +138,7 @@ __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __g
           before[kTransitions] = chain.transitions();
           before[kTiles] = chunks_of(passes[i]);
           before[kChains] = 1;
+          before[kCuts] = chain.cuts();
         }
       }
       sum_before(before, all, s_sums);
@@ -145,6 +147,7 @@ __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __g
       chain.first_cell = before[kStates] + before[kTransitions];
       chain.first_state = before[kStates];
       chain.first_tile = before[kTiles];
+      chain.first_cut = before[kCuts];
       if (mine) {
         ws.chains[i] = chain;
         ws.order[before[kChains]] = i;
@@ -208,10 +211,9 @@ __global__ void __launch_bounds__(kGivenThreads)
 // --- the scan ---
 
 struct ScanParams {
-  DeviceStates S, M;        // [P, Hv, K, V], [P, Hv, K, K]
-  const LinkChain* chains;  // [P, Hv]
-  const int32_t* order;
-  const float* cells;
+  DeviceStates S, M;  // [P, Hv, K, V], [P, Hv, K, K]
+  cp::Carry carry;    // or chains, order and cells of the workspace's own
+  int32_t carries;
   int32_t Hv;
   int32_t slices;  // of S, and behind them of M, forward
 };
@@ -222,13 +224,13 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __gr
   launch_dependents();
   wait_for_predecessors();
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
-  const int32_t index = p.order[static_cast<int32_t>(blockIdx.x) / p.slices];
+  const int32_t index = p.carry.order[static_cast<int32_t>(blockIdx.x) / p.slices];
   const bool transition = slice >= kChainSlices;
   const ChainPlace at;
   const int column0 = slice % kChainSlices * kChainColumns;
-  const LinkChain chain = p.chains[index];
+  const LinkChain chain = p.carry.chains[index];
   const bool wanted = chain.segments > 0 && (!transition || chain.is_affine != 0);
-  const auto cell = [&](int32_t number) { return p.cells + static_cast<int64_t>(number) * kMatrix; };
+  const auto cell = [&](int32_t number) { return p.carry.cells + static_cast<int64_t>(number) * kMatrix; };
   const auto load = [&](int32_t number, ChainShare& columns) {
 #pragma unroll
     for (int i = 0; i < kChainColumns; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + at.row];
@@ -241,7 +243,14 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __gr
       [&](int32_t step, ChainShare& added) {
         if (!transition) load(chain.state_cell(1 + step), added);
       },
-      [](int32_t, const ChainShare&) {});
+      [&](int32_t step, const ChainShare& now) {
+        // For the forward: S in place of the segment's own, of which other blocks read other columns, and M.
+        const int32_t segment = 1 + step;
+        if (p.carries == 0 || segment >= chain.cuts()) return;
+        float* to = cell(transition ? p.carry.entering_cell(chain, segment) : chain.state_cell(segment));
+#pragma unroll
+        for (int i = 0; i < kChainColumns; ++i) to[(column0 + i) * kHeadDim + at.row] = now[i];
+      });
   const DeviceStates& out = transition ? p.M : p.S;
   const int64_t place = index / p.Hv * out.row + index % p.Hv * out.head + at.row * out.key;
 #pragma unroll
@@ -292,7 +301,9 @@ Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspac
 
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream) {
   const int32_t slices = workspace.tiles != nullptr ? kChainSlices : 2 * kChainSlices;
-  const ScanParams scan{params.S, params.M, workspace.chains, workspace.order, workspace.cells, params.in.Hv, slices};
+  const cp::Carry carry{workspace.chains, workspace.order, workspace.cells, static_cast<int32_t>(params.P),
+                        static_cast<int32_t>(workspace.capacity)};
+  const ScanParams scan{params.S, params.M, carry, workspace.carries, params.in.Hv, slices};
   return launch_kernel("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads,
                        sizeof(ChainMemory), stream, true, scan);
 }

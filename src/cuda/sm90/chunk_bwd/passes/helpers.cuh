@@ -1,5 +1,5 @@
 // The warps beside the passes (passes/kernel.cuh): they load stages, store tiles, count chunks for the gradients, wait
-// for prepare.cuh, and in the fused form make gates, G o A and P.
+// for prepare.cuh, and of both halves of V make gates, G o A and P.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/passes/traits.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ void count_chunks(const Args& p, PassWork work, uint3
   const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
   for (int counted = 0; counted < pairs;) {
     uint32_t done = load_shared_acquire(smem + Traits::kStored);
-    if (Traits::kFused && kReverse && work.half == 0) done = min(done, load_shared_acquire(smem + Traits::kMade));
+    if (Traits::kBoth && kReverse) done = min(done, load_shared_acquire(smem + Traits::kMade));
     const int turn = counted + lane, pair = from / 2 + (kReverse ? -turn : turn);
     const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
     const int step = kReverse ? work.first - first : last - work.first;
@@ -46,9 +46,8 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
   using Traits = PassTraits<kVariant>;
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   uint32_t kept = 0;  // phase of state_full
-  constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
-  auto cursor = StageCursor<kStages>::template before_first<Traits::kWarmsUpInstructions>();
-  for (int step = Traits::kWarmsUpInstructions ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
+  StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     recompute_from(work.head, work.sequence.batch, lane);  // as in the passes
     const int c = work.chunk(step);
     const ChunkInfo chunk = work.info(c);
@@ -84,7 +83,7 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
             bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
           }
         }
-        if constexpr (Traits::kHalves == 2) {
+        if constexpr (Traits::kBoth) {
           if (lane == 0) {
             tma_store_commit();
             tma_store_wait_read();
@@ -94,10 +93,9 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
       }
       kept ^= 1;
     }
-    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>());
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
     // Also where nothing goes out: without it a row that the copy engine loads into this stage next may lose to what
-    // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the step that warms
-    // up instructions).
+    // the passes have left here.
     if (lane == 0) fence_proxy_async();
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
@@ -127,7 +125,7 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
       }
     }
     arrive_warp(bars.empty(cursor.stage), lane);
-    if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
+    if (keeps && !Traits::kBoth) arrive_warp(bars.state_empty(), lane);
     // What was left two steps ago has had the time that it takes.
     if (lane == 0 && step > 0) {
       tma_store_wait_but<2>();
@@ -178,7 +176,7 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, Pas
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-    if constexpr (!Traits::kFused) {
+    if constexpr (!Traits::kBoth) {
       const uint32_t at = static_cast<uint32_t>(step);
       if (p.beside && at >= prepared) {
         while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= at) {
@@ -186,11 +184,10 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, Pas
         fence_proxy_async_all();
       }
     }
-    // The first round finds all stages empty, but for the one that instructions are warmed up in.
-    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
-    mbarrier_arrive_expect(bar, !Traits::kFused ? (kReverse ? Traits::kRevStage : Traits::kFwdStage) + kPassGateBytes
-                                : kReverse      ? Traits::kRevP
-                                                : Traits::kFwdStage);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
+    mbarrier_arrive_expect(bar, !Traits::kBoth ? (kReverse ? Traits::kRevStage : Traits::kFwdStage) + kPassGateBytes
+                                : kReverse     ? Traits::kRevP
+                                               : Traits::kFwdStage);
     if constexpr (kReverse) {
       // P is made of these first.
       for (int half = 0; half < 2; ++half) {
@@ -204,12 +201,12 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, Pas
                   chunk.batch);
     }
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    if constexpr (Traits::kFused) {
+    if constexpr (Traits::kBoth) {
       tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
     } else {
       const int64_t tile = work.tile(p, work.chunk(step));
       bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+      bulk_load(smem + Traits::kGates + cursor.stage * kPassGateBytes,
                 p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
       if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
     }
@@ -229,7 +226,7 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, Pas
   }
   if (kReverse && work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
     const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
-    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
     mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
     for (int group = 0; group < Traits::kHalves; ++group) {
       tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
@@ -239,7 +236,7 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, Pas
   }
 }
 
-// One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
+// One warp: the gate vectors into the stages; the reverse pass keeps them for the gradients.
 template <typename T, Variant kVariant, bool kReverse>
 __device__ __forceinline__ void make_gate_stages(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
                                                  int lane) {
@@ -252,13 +249,12 @@ __device__ __forceinline__ void make_gate_stages(const Args& p, PassWork work, u
   };
   const auto make = [&](int step, RawGates& raw) {
     const int c = work.chunk(step), valid = work.info(c).valid;
-    const bool keeps = kReverse && work.half == 0 && step >= work.warmup;
+    constexpr bool keeps = kReverse;
     const Gates gates = make_gates(p, raw, valid, lane);
     raw = load(step + 2);
     const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
-    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
-    store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
-                        p.small_beta, lane);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    store_pass_gates<T>(smem + Traits::kGates + cursor.stage * kPassGateBytes, gates, p.scale, p.small_beta, lane);
     arrive_warp(bars.gates(cursor.stage), lane);
     if (keeps) {
       const int64_t tile = work.tile(p, c);
@@ -337,47 +333,10 @@ __device__ __forceinline__ void gate_tile(uint32_t sGA, uint32_t sGates, int val
   }
 }
 
-// One warpgroup: in each stage A becomes G o A below the diagonal. On it both are 1: what that multiplies the state
-// group adds in fp32.
-template <typename T, Variant kVariant, bool kReverse>
-__device__ __forceinline__ void gate_stages(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
-                                            const Lane& at) {
-  using Traits = PassTraits<kVariant>;
-  uint32_t diagonal[4];
-  diagonal_masks(diagonal, at.lane, true);
-  // Rows by sixteens: none, the last, the first two, the third. A quarter of the multiprocessor has a warp of each
-  // group, and what one of them executes is what the state group's there waits for: P's first warp has the least to do
-  // and its last one the most, and the first quarter has the gates' warp as well.
-  const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
-  StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const int valid = work.info(work.chunk(step)).valid;
-    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
-    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (valid < kChunk) {
-      const int thread = 32 * at.warp + at.lane;
-      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
-      if constexpr (!kReverse) {
-        for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
-      }
-      zero_tail(sGA, valid, thread, 128);
-      named_barrier_sync(kGateBarrier, 128);
-    }
-    gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
-    fence_proxy_async();
-    arrive_warp(bars.gated(cursor.stage), at.lane);
-  }
-}
-
-// A warp's rows of P, out of Q K^T. c_row and columns(j, half): the gates' sums of a lane's two rows, and of its two
-// columns in a half of block j.
-template <typename T, typename Columns>
-__device__ __forceinline__ void store_P(uint32_t tile, const float (&qk)[32], const float (&c_row)[2],
-                                        const uint32_t (&diagonal)[4], float scale, const Lane& at,
-                                        const Columns& columns) {
+// A warp's rows of P, out of Q K^T. c_row: the gates' sums of a lane's two rows.
+template <typename T>
+__device__ __forceinline__ void store_P(uint32_t tile, const float (&qk)[32], const float (&c_row)[2], uint32_t sGates,
+                                        const uint32_t (&diagonal)[4], float scale, const Lane& at) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t packed[4] = {};
@@ -385,7 +344,7 @@ __device__ __forceinline__ void store_P(uint32_t tile, const float (&qk)[32], co
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-        const float2 c = columns(j, part / 2);
+        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
         const float g0 = exp2_approx(c_row[part % 2] - c.x), g1 = exp2_approx(c_row[part % 2] - c.y);
         packed[part] = pack2<T>(scale * g0 * qk[i], scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
       }
@@ -394,44 +353,8 @@ __device__ __forceinline__ void store_P(uint32_t tile, const float (&qk)[32], co
   }
 }
 
-// One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
-template <typename T, Variant kVariant>
-__device__ __forceinline__ void make_P(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
-                                       const Lane& at) {
-  using Traits = PassTraits<kVariant>;
-  uint32_t diagonal[4];
-  diagonal_masks(diagonal, at.lane, false);
-  StageCursor<Traits::kRevStages> cursor;
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const int valid = work.info(work.chunk(step)).valid;
-    const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
-    const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
-    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (valid < kChunk) {
-      for (int half = 0; half < 2; ++half) {
-        zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
-        zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
-      }
-      fence_proxy_async();
-      named_barrier_sync(kPBarrier, 128);
-    }
-    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
-    float qk[32], c_row[2], c[16];
-    start_query_key_products<T>(qk, sQ, sK);
-    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    load_row_cumsums(c_row, sGates, valid, at);
-    load_columns(c, sGates, at.lane);
-    mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
-    wgmma_wait<0>();
-    pin(qk);
-    store_P<T>(smem + Traits::kP, qk, c_row, diagonal, p.scale, at,
-               [&](int j, int half) { return make_float2(c[4 * j + 2 * half], c[4 * j + 2 * half + 1]); });
-    fence_proxy_async();
-    arrive_warp(bars.P_full(), at.lane);
-  }
-}
-
-// One warpgroup: both of them, for both halves of V.
+// One warpgroup: in each stage A becomes G o A below the diagonal (on it both are 1: what that multiplies the state
+// groups add in fp32), and in the reverse pass P = scale G o (Q K^T) comes beside it.
 template <typename T, Variant kVariant, bool kReverse>
 __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
                                             Lane at) {
@@ -443,7 +366,7 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
     const int valid = work.info(work.chunk(step)).valid;
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kPassGateBytes;
     static_assert(Traits::kFwdK == Traits::kRevK);
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
@@ -458,7 +381,7 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
       }
       zero_tail(sGA, valid, thread, 128);
       fence_proxy_async();
-      named_barrier_sync(kGateBarrier, 128);
+      named_barrier_sync(kPrepareBarrier, 128);
     }
     if constexpr (kReverse) {
       float qk[32];
@@ -471,14 +394,16 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
       recompute_from(at.warp, at.lane);
       uint32_t diagonal[4];
       diagonal_masks(diagonal, at.lane, false);
-      store_P<T>(base + Traits::kRevP, qk, c_row, diagonal, p.scale, at,
-                 [&](int j, int half) { return load_shared_f2(sGates + (16 * j + 8 * half + 2 * (at.lane % 4)) * 4); });
+      store_P<T>(base + Traits::kRevP, qk, c_row, sGates, diagonal, p.scale, at);
     } else {
       mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     }
     recompute_from(at.warp, at.lane);
     uint32_t diagonal[4];
     diagonal_masks(diagonal, at.lane, true);
+    // Rows by sixteens: none, the last, the first two, the third. A quarter of the multiprocessor has a warp of each
+    // group, and what one of them executes is what the state groups' there wait for: P's first warp has the least to do
+    // and its last one the most, and the first quarter has the gates' warp as well.
     const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
     gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
     fence_proxy_async();

@@ -7,9 +7,9 @@
 // warpgroup: packed, they are the A operand of the next product, and S never waits for shared memory.
 //
 //   load warp      K, V or Q, K, dO; G o A, P (or A) -loaded-> [stages x3 to x6]
-//   gate warp      fused: gate vectors -gates-> [gates of each stage];  else waits for prepare.cuh's chunks
-//   prepare        fused: A becomes G o A in its stage -gated-; P of the reverse pass's next step -P_full-> [P] or in
-//   warpgroups     the stage
+//   gate warp      both halves: gate vectors -gates-> [gates of each stage];  else waits for prepare.cuh's chunks
+//   prepare        both halves: A becomes G o A in its stage, P of the reverse pass comes beside it -gated-
+//   warpgroup
 //   state          forward: S K | (G o A) W | update -> V' in V's place      reverse: dS K | P^T dO | (G o A)^T dV' |
 //   warpgroup(s)   update -> dv in dO's place;  -tokens_full-; states -state_full-> [state on its way out];  -empty-
 //   store warp     V' or dv and states to memory; -empty-, -state_empty-
@@ -27,16 +27,16 @@ __device__ __forceinline__ void run_states(const Args& p, const Maps& maps, cons
                                            const PassBarriers& bars, int warp, int lane) {
   using Traits = PassTraits<kVariant>;
   PassWork work = found;
-  if constexpr (Traits::kFused) {
+  if constexpr (Traits::kBoth) {
     work.reverse = kReverse;
     work.warmup = 0;
     work.start = work.finish = kStateGiven;
   }
   constexpr int kCopyWarp = Traits::kCopyWarp;
   if (warp >= kCopyWarp) {
-    if constexpr (Traits::kMovesRegisters) release_registers<Traits::kCopyRegisters>();
-    // Fused, the warp that makes gates is not in the quarter of the multiprocessor where P's last rows are made.
-    const int role = Traits::kFused ? kCopyWarp + 3 - warp : warp - kCopyWarp;
+    if constexpr (Traits::kBoth) release_registers<Traits::kOtherRegisters>();
+    // The warp that makes gates is not in the quarter of the multiprocessor where P's last rows are made.
+    const int role = Traits::kBoth ? kCopyWarp + 3 - warp : warp - kCopyWarp;
     if (role == 0 && lane == 0) load_stages<kVariant, kReverse>(p, maps, work, smem, bars);
     if (role == 1) store_tiles<kVariant, kReverse>(p, maps, work, smem, bars, lane);
     if (role == 2) {
@@ -49,30 +49,21 @@ __device__ __forceinline__ void run_states(const Args& p, const Maps& maps, cons
       if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
     }
     if (role == 3) {
-      if constexpr (Traits::kFused) {
+      if constexpr (Traits::kBoth) {
         make_gate_stages<T, kVariant, kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared<kVariant, kReverse>(p, work, smem);
       }
     }
-  } else if (Traits::kFused && warp >= 8) {
-    if constexpr (Traits::kFused) {
-      release_registers<Traits::kPrepareRegisters>();
-      if constexpr (Traits::kHalves == 2) {
-        make_stages<T, kVariant, kReverse>(p, work, smem, bars, {warp - 8, lane});
-      } else {
-        gate_stages<T, kVariant, kReverse>(p, work, smem, bars, {warp - 8, lane});
-      }
-    }
-  } else if (Traits::kFused && Traits::kHalves == 1 && warp >= 4) {
-    if constexpr (Traits::kFused && Traits::kHalves == 1) {
-      release_registers<Traits::kPrepareRegisters>();
-      if constexpr (kReverse) make_P<T, kVariant>(p, work, smem, bars, {warp - 4, lane});
+  } else if (Traits::kBoth && warp >= 8) {
+    if constexpr (Traits::kBoth) {
+      release_registers<Traits::kOtherRegisters>();
+      make_stages<T, kVariant, kReverse>(p, work, smem, bars, {warp - 8, lane});
     }
   } else {
-    if constexpr (Traits::kMovesRegisters) claim_registers<Traits::kStateRegisters>();
+    if constexpr (Traits::kBoth) claim_registers<Traits::kStateRegisters>();
     PassWork mine = work;
-    if constexpr (Traits::kHalves == 2) mine.half = warp / 4;
+    if constexpr (Traits::kBoth) mine.half = warp / 4;
     if constexpr (kReverse) {
       reverse_states<T, kVariant>(p, mine, smem, bars, {warp % 4, lane});
     } else {
@@ -87,7 +78,7 @@ __device__ __forceinline__ void find_sequence_work(const Args& p, PassWork* work
   const uint32_t one_pass = gridDim.x / 2;
   work->reverse = blockIdx.x < one_pass;
   const uint32_t index = blockIdx.x - (work->reverse ? 0 : one_pass);
-  work->take_whole(p, PassTraits<kVariant>::kHalves == 2 ? 2 * index : index);
+  work->take_whole(p, PassTraits<kVariant>::kBoth ? 2 * index : index);
   work->warmup = 0;
   work->start = kStateGiven;
   work->finish = kStateGiven;
@@ -161,8 +152,6 @@ __device__ __forceinline__ void init_pass(uint32_t smem, const PassBarriers& bar
     mbarrier_init(bars.state_full(half), 4 * kWarpArrivals);
     mbarrier_init(bars.state_empty(half), kWarpArrivals);
   }
-  mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
-  mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
   mbarrier_init_fence();
   store_shared_release(smem + Traits::kStored, 0);
   store_shared_release(smem + Traits::kMade, 0);
@@ -172,18 +161,18 @@ template <typename T, Variant kVariant>
 __global__ __launch_bounds__(PassTraits<kVariant>::kThreads,
                              1) void sm90_chunk_bwd_passes_kernel(const Args p, const __grid_constant__ Maps maps,
                                                                   bool second_round) {
+  using Traits = PassTraits<kVariant>;
   // In this order: the gradients' blocks, which wait for what these count, come when all of these have started, and
   // find the counters as the kernels before have left them.
   // The second round of segments waits below: it starts beside the combination, after all blocks of which and so after
   // the first round has found the lists made. Only who starts at an exact edge needs what the combination leaves, the
   // others wait at their end.
-  const bool waits_late = is_half(kVariant) && second_round;
-  // Fused, of one sequence with its A, they take nothing but the call's inputs until they count: they start beside the
-  // plan kernel, and the warps that need what it leaves wait for it.
+  const bool waits_late = !Traits::kBoth && second_round;
+  // With both halves, of one sequence with its A, they take nothing but the call's inputs until they count: they start
+  // beside the plan kernel, and the warps that need what it leaves wait for it.
   const bool beside_plan = starts_beside_plan<kVariant>(p);
   if (!p.beside && !waits_late && !beside_plan) wait_for_predecessors();
   if (!beside_plan) launch_dependents();
-  using Traits = PassTraits<kVariant>;
   extern __shared__ uint8_t raw[];
   // The shuffle keeps it in a register: it is not made again in each step.
   const uint32_t smem = __shfl_sync(0xffffffffu, (smem_address(raw) + 1023u) & ~1023u, 0);
@@ -191,7 +180,7 @@ __global__ __launch_bounds__(PassTraits<kVariant>::kThreads,
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   PassWork work;
-  if (is_half(kVariant) && p.segment_chunks > 0) {  // the others have whole sequences alone
+  if (!Traits::kBoth && p.segment_chunks > 0) {  // both halves: of whole sequences alone
     const bool found = find_segment_work(p, second_round, &work);
     if (waits_late && (found ? work.start >= 0 : blockIdx.x == 0)) wait_for_predecessors();
     if (!found) return;

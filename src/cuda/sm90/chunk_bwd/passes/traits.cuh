@@ -13,77 +13,58 @@ constexpr int kMostStages = 6;
 // What a block has, and whether it makes G o A and P itself.
 enum Variant {
   kHalfVariant,   // half of V
-  kFusedVariant,  // half of V, and makes them
   kBothVariant,   // both halves of V, a warpgroup each, and makes them
   kExactVariant,  // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
 
-constexpr bool is_half(Variant form) { return form == kHalfVariant || form == kExactVariant; }
-
 template <Variant kVariant>
 struct PassTraits {
-  static constexpr bool kFused = kVariant == kFusedVariant || kVariant == kBothVariant;
-  static constexpr int kHalves = kVariant == kBothVariant ? 2 : 1;  // of V, each by a warpgroup
-  static constexpr int kCopyWarp = kFused ? 12 : 4;                 // the first of four
+  static constexpr bool kBoth = kVariant == kBothVariant;
+  static constexpr int kHalves = kBoth ? 2 : 1;     // of V, each by a warpgroup
+  static constexpr int kCopyWarp = kBoth ? 12 : 4;  // the first of four
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
-  // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
-  static constexpr bool kMovesRegisters = !is_half(kVariant);
-  // Two state groups beside the others are narrow: they take less of a step up at a time.
-  static constexpr bool kNarrow = kVariant == kBothVariant;
-  static constexpr int kStateRegisters = kNarrow ? 192 : 232, kPrepareRegisters = kNarrow ? 64 : 112,
-                       kCopyRegisters = kNarrow  ? 64
-                                        : kFused ? 56
-                                                 : 40;
+  // Both halves: in all what 512 threads start with, 128 each. Else there are enough for everyone.
+  static constexpr int kStateRegisters = 192, kOtherRegisters = 64;
 
-  // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
+  // A stage of the forward pass: K, V (V' on its way out later), G o A (both halves: A at first).
   static constexpr uint32_t kFwdK = 0;
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
   static constexpr uint32_t kFwdGA = kFwdV + kHalves * kTileBytes;
   static constexpr uint32_t kFwdStage = kFwdGA + kTileBytes;
-  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (fused: A at first), P (fused, half of V:
-  // elsewhere).
+  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (both halves: A at first), P.
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
   static constexpr uint32_t kRevGA = kRevDo + kHalves * kTileBytes;
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
-  static constexpr bool kPInStage = !kFused || kHalves == 2;
-  static constexpr uint32_t kRevStage = kRevP + (kPInStage ? kTileBytes : 0);
+  static constexpr uint32_t kRevStage = kRevP + kTileBytes;
 
-  // Before there is anything to do the state groups and the storing warp go through a step of whatever is in the last
-  // stage, which is loaded after it: its instructions take 3 us to come, which nobody notices while the first tiles are
-  // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
-  static constexpr bool kWarmsUpInstructions = kFused && kHalves == 1;
-
-  // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
-  static constexpr int kRevStages = kPInStage ? 3 : 4, kFwdStages = kHalves == 2 ? 4 : 6;
+  // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and of both halves prepared
+  // for 1.
+  static constexpr int kRevStages = 3, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
 
-  // The state on its way out, P of the reverse pass's next step where stages have none (it is read early in a step, so
-  // one is enough), gates of each stage.
+  // The state on its way out, gates of each stage.
   static constexpr uint32_t kOut = kStagesBytes;
-  static constexpr uint32_t kP = kOut + 2 * kTileBytes;
-  static constexpr uint32_t kFwdGates = kP, kRevGates = kP + (kPInStage ? 0 : kTileBytes);
-  template <bool kReverse>
-  static constexpr uint32_t kGates = kReverse ? kRevGates : kFwdGates;
-  static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
-  static constexpr uint32_t kRevEnd = kRevGates + kRevStages * kPassGateBytes;
-  static constexpr uint32_t kBarriers = kFwdEnd > kRevEnd ? kFwdEnd : kRevEnd;
-  static constexpr uint32_t kBarrierCount = 5 * kMostStages + 6;
+  static constexpr uint32_t kGates = kOut + 2 * kTileBytes;
+  static constexpr int kGateStages = kFwdStages > kRevStages ? kFwdStages : kRevStages;
+  static constexpr uint32_t kBarriers = kGates + kGateStages * kPassGateBytes;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStages + 4;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
-  static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
+  static constexpr uint32_t kMade =
+      kStored + 4;  // steps whose tiles prepare.cuh has left; of both halves: whose gates are kept
   static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStages && kRevStages <= kMostStages);
-  static_assert(kPInStage || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named barriers of the groups
+constexpr uint32_t kStateBarrier = 1, kPrepareBarrier = 2;  // named barriers of the groups
 
-// A stage is loaded (copy engine); fused: its gates are made and G o A is there ("gated"); empty again. What goes out
-// is written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
-// neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
+// A stage is loaded (copy engine); of both halves: its gates are made and G o A is there ("gated"); empty again. What
+// goes out is written by the state group and stored by a warp that has nothing else to do, so that the chain of
+// products waits neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv
+// from the stage.
 struct PassBarriers {
   uint32_t base;
   __device__ uint32_t loaded(int stage) const { return base + 40 * stage; }
@@ -96,8 +77,6 @@ struct PassBarriers {
   // Of each half of V: its state is in the place that they take in turns; it may be put there.
   __device__ uint32_t state_full(int half = 0) const { return base + 40 * kMostStages + 16 * half; }
   __device__ uint32_t state_empty(int half = 0) const { return state_full(half) + 8; }
-  __device__ uint32_t P_full() const { return state_full(2); }
-  __device__ uint32_t P_empty() const { return state_full(2) + 8; }
 };
 
 // A place in the ring of stages.
@@ -105,17 +84,6 @@ template <int kStages>
 struct StageCursor {
   int stage = 0;
   uint32_t phase = 0;
-  // Where a form begins that goes through a step before the first one (kWarmsUpInstructions), in the last stage.
-  template <bool kWarmsUpInstructions>
-  __device__ static StageCursor before_first() {
-    if constexpr (kWarmsUpInstructions) return {kStages - 1, 1};
-    return {};
-  }
-  // Of the barriers on which that step has arrived as well.
-  template <bool kWarmsUpInstructions>
-  __device__ __forceinline__ uint32_t phase_after() const {
-    return phase ^ (kWarmsUpInstructions && stage == kStages - 1 ? 1 : 0);
-  }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;
@@ -251,7 +219,7 @@ __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t 
 // Whether blocks start while the plan kernel runs.
 template <Variant kVariant>
 __device__ __forceinline__ bool starts_beside_plan(const Args& p) {
-  return PassTraits<kVariant>::kFused && p.N == 1 && !p.makes_A;
+  return PassTraits<kVariant>::kBoth && p.N == 1 && !p.makes_A;
 }
 
 // Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or
@@ -339,22 +307,6 @@ __device__ __forceinline__ void start_state(float (&S)[64], const Args& p, const
   }
 }
 
-// What start_state() takes of the caller's tensor, into L2.
-__device__ __forceinline__ void prefetch_state(const Args& p, const PassWork& work, const StridedTensor& given,
-                                               const Lane& at) {
-  if (work.start != kStateGiven || given.data == nullptr) return;
-  const int64_t bytes = given.type == DType::kFloat32 ? 4 : 2;
-  const int v = 64 * work.half + 16 * at.warp + at.lane / 4;
-#pragma unroll 1
-  for (int k = 2 * (at.lane % 4); k < kHeadDim; k += 8) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t offset = state_offset(given, p.state_v_first, work.n, work.head, k, v + 8 * i);
-      l2_prefetch_line(static_cast<const uint8_t*>(given.data) + offset * bytes);
-    }
-  }
-}
-
 // given: NULL data when the caller wants no final state of this pass.
 __device__ __forceinline__ void finish_state(const float (&S)[64], const Args& p, const PassWork& work,
                                              const StridedTensor& given, const Lane& at) {
@@ -433,16 +385,6 @@ __device__ __forceinline__ void rest_of_scaled_tokens(uint32_t (&rest)[16], cons
     // Of an infinity nothing is left.
     rest[i] =
         pack2<T>(isfinite(taken.x) ? kRestScale<T> * left.x : 0.0f, isfinite(taken.y) ? kRestScale<T> * left.y : 0.0f);
-  }
-}
-
-// A gate vector in order, at the same columns.
-__device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, int lane) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 pair = load_shared_f2(vector + (8 * j + 2 * (lane % 4)) * 4);
-    x[2 * j] = pair.x;
-    x[2 * j + 1] = pair.y;
   }
 }
 
