@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/block_scan.cuh"
 #include "cuda/common/overlap.cuh"
 
 namespace flash_qla::cuda {
@@ -10,22 +11,6 @@ namespace {
 // One block walks the offsets in steps of its width, no wider than they need; a step is two scans (running maximum,
 // running sum).
 constexpr int kMostThreads = 1024, kWarp = 32;
-
-// Inclusive scan over the block of x by `combine`. `shared` has one element a warp.
-template <class Combine>
-__device__ int64_t block_scan(int64_t x, int64_t* shared, Combine combine) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int64_t other = __shfl_up_sync(0xffffffffu, x, distance);
-    if (lane >= distance) x = combine(x, other);
-  }
-  __syncthreads();  // the previous scan's sums have been read
-  if (lane == 31) shared[warp] = x;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) x = combine(x, shared[w]);
-  return x;
-}
 
 __global__ void __launch_bounds__(kMostThreads)
     plan_sequences_kernel(DeviceTensor cu_seqlens, int64_t N, int64_t T, int64_t* bounds, int64_t* first_chunk) {
@@ -44,15 +29,14 @@ __global__ void __launch_bounds__(kMostThreads)
   for (int64_t base = 1; base <= N; base += threads) {
     const int64_t i = base + threadIdx.x;
     const int64_t offset = i <= N ? clamp(load_index(cu_seqlens, i)) : 0;
-    const int64_t before = s_bound, chunks_before = s_chunks;
-    int64_t bound = block_scan(offset, s_scan, [](int64_t a, int64_t b) { return a > b ? a : b; });
-    bound = bound > before ? bound : before;
-    if (i <= N) bounds[i] = bound;
-    __syncthreads();  // bounds[i - 1] of the neighbour is read next
-    const int64_t previous = threadIdx.x == 0 ? before : (i <= N ? bounds[i - 1] : bound);
-    const int64_t chunks = i <= N ? ceil_div(bound - previous, kChunkSize) : 0;
-    const int64_t sum = chunks_before + block_scan(chunks, s_scan, [](int64_t a, int64_t b) { return a + b; });
-    if (i <= N) first_chunk[i] = sum;
+    const auto [before, bound] =
+        block_scan(offset, s_bound, s_scan, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    const int64_t chunks = i <= N ? ceil_div(bound - before, kChunkSize) : 0;
+    const int64_t sum = block_scan(chunks, s_chunks, s_scan, [](int64_t a, int64_t b) { return a + b; }).through;
+    if (i <= N) {
+      bounds[i] = bound;
+      first_chunk[i] = sum;
+    }
     __syncthreads();
     if (threadIdx.x == threads - 1) {
       s_bound = bound;

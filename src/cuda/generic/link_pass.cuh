@@ -2,6 +2,7 @@
 // forgets.
 #pragma once
 
+#include "cuda/common/warp.cuh"
 #include "cuda/generic/links.cuh"
 
 namespace flash_qla::cuda {
@@ -14,6 +15,22 @@ __device__ inline int64_t row_of_part(const LinkParams& p, int64_t part, int end
 
 __device__ inline bool flag_of_part(const DeviceTensor& flags, int64_t part) {
   return static_cast<const uint8_t*>(flags.data)[part * flags.stride[0]] != 0;
+}
+
+// How many of `count` numbers at(0), at(1), .. have the first sum that is at most the threshold, which a NaN never is;
+// 0: there is none. Summed in this order, 32 at a time, by a warp.
+template <class Int, class At>
+__device__ __forceinline__ Int first_below(Int count, float threshold, At at) {
+  const int lane = threadIdx.x % 32;
+  float before = 0.0f;
+  for (Int base = 0; base < count; base += 32) {
+    const Int i = base + lane;
+    const float sum = prefix_sum(i < count ? at(i) : 0.0f, lane) + before;
+    const unsigned found = __ballot_sync(0xffffffffu, i < count && sum <= threshold);
+    if (found != 0) return base + __ffs(static_cast<int>(found));
+    before = __shfl_sync(0xffffffffu, sum, 31);
+  }
+  return 0;
 }
 
 // window(row, from_end): so many chunks at one end of a row are enough, 0: none are. may_forget: whether it is asked.

@@ -86,20 +86,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The chunks from one end of a row on whose product leaves at most e^threshold of a state, 0 if even all of them leave
-// more. A warp; the sums are in the order of the chunks, 32 at a time.
+// more. A warp.
 __device__ int64_t window(const LinkParams& p, const DeviceSequence& sequence, int head, bool from_end) {
   const int64_t chunks = ceil_div(sequence.length, kChunkSize);
-  const int lane = threadIdx.x % kWarp;
-  float before = 0.f;
-  for (int64_t base = 0; base < chunks; base += kWarp) {
-    const int64_t i = base + lane, at = from_end ? chunks - 1 - i : i;
-    float sum = i < chunks ? p.log_norms[(sequence.first_chunk + at) * p.in.Hv + head] : 0.f;
-    sum = prefix_sum(sum, lane) + before;
-    const unsigned found = __ballot_sync(0xffffffffu, i < chunks && sum <= p.threshold);
-    if (found != 0) return base + __ffs(static_cast<int>(found));
-    before = __shfl_sync(0xffffffffu, sum, kWarp - 1);
-  }
-  return 0;
+  return first_below(chunks, p.threshold, [&](int64_t i) {
+    return p.log_norms[(sequence.first_chunk + (from_end ? chunks - 1 - i : i)) * p.in.Hv + head];
+  });
 }
 
 // One warp a (part, value head).

@@ -59,12 +59,7 @@ __device__ __forceinline__ Gates make_gates(const Args& p, const RawGates& raw, 
   if (!p.g_is_cumsum) {
     c0 = c0 < kGateFloor ? kGateFloor : c0;
     c1 = c1 < kGateFloor ? kGateFloor : c1;
-    float sum = c0 + c1;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const float sum = prefix_sum(c0 + c1, lane);
     c0 = sum - c1;
     c1 = sum;
   }

@@ -1,24 +1,16 @@
 // The counters at zero. With cu_seqlens: which tokens each chunk slot and pair of chunks holds, found on the device.
 #pragma once
 
+#include "cuda/common/block_scan.cuh"
+#include "cuda/common/sequences.cuh"
 #include "cuda/sm90/chunk_bwd/segments.cuh"
-#include "cuda/sm90/common/block_sums.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kPlanThreads = 1024;
 // The last sequence that starts at or before `slot`: empty ones share their successor's start.
 __device__ __forceinline__ int sequence_of(const int32_t* first, int N, int slot) {
-  int low = 0, high = N;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first[middle] <= slot) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return static_cast<int>(last_not_above(N, slot, [&](int64_t n) { return first[n]; }));
 }
 
 // One block: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by
@@ -45,7 +37,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   __shared__ int32_t sums[3][kPlanThreads / 32];
   __shared__ int32_t warp_bound[kPlanThreads / 32];
   __shared__ int32_t last_bound;  // the largest offset so far
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+  const int thread = threadIdx.x;
   int32_t total[3] = {};  // chunks, segments and pairs
   if (p.N == 1) {         // there is nothing to add up, and what runs for the first time takes longest to come
     total[0] = sequence_info(p, 0).chunks();
@@ -62,21 +54,11 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     int32_t length = n < p.N ? p.T : 0;
     if (packed) {
       // A running maximum: where offsets go back, a sequence begins where those before it have ended.
-      int32_t bound = n < p.N ? given_offset(p, n + 1) : 0;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffffu, bound, step);
-        if (lane >= step) bound = max(bound, other);
-      }
-      if (lane == 31) warp_bound[warp] = bound;
-      __syncthreads();
-      int32_t before = last_bound;
-      for (int w = 0; w < warp; ++w) before = max(before, warp_bound[w]);
-      bound = max(bound, before);
-      const int32_t neighbour = __shfl_up_sync(0xffffffffu, bound, 1);
+      const auto [before, bound] = block_scan(n < p.N ? given_offset(p, n + 1) : 0, last_bound, warp_bound,
+                                              [](int32_t a, int32_t b) { return max(a, b); });
       if (n < p.N) {
         p.bounds[n + 1] = bound;
-        length = bound - (lane > 0 ? neighbour : before);
+        length = bound - before;
       }
       __syncthreads();
       if (thread == kPlanThreads - 1) last_bound = bound;

@@ -1,5 +1,6 @@
 #include "cuda/sm90/chunk_fwd/listed.h"
 
+#include "cuda/common/sequences.cuh"
 #include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 
@@ -11,17 +12,11 @@ constexpr int kThreads = 256;
 // The sequence that token `token` lies in, or -1.
 __device__ int32_t sequence_of(const Args& args, int64_t token) {
   if (args.cu_seqlens == nullptr) return static_cast<int32_t>(token / args.dense_length);
-  int32_t low = 0, high = args.num_sequences;  // the last sequence that starts at or before the token
-  while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    if (load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, middle) <= token) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const SequenceSpan sequence = sequence_at(args, low);
-  return token >= sequence.start && token < sequence.start + sequence.length ? low : -1;
+  const auto n = static_cast<int32_t>(last_not_above(args.num_sequences, token, [&](int64_t i) {
+    return load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
+  }));
+  const SequenceSpan sequence = sequence_at(args, n);
+  return token >= sequence.start && token < sequence.start + sequence.length ? n : -1;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -55,18 +50,14 @@ __global__ void __launch_bounds__(kThreads)
   if (token >= listed.tokens[entry] || listed.indices[entry] < 0) return;
   const int64_t from = listed.rows[entry] + token;
   constexpr int kPieces = kHeadDim / 8;  // of 16 bytes, in a row
-  for (int i = threadIdx.x; i < args.num_key_heads * kPieces; i += kThreads) {
-    const auto* row =
-        static_cast<const uint16_t*>(args.k) + from * args.k_token_stride + i / kPieces * args.k_head_stride;
-    reinterpret_cast<uint4*>(listed.k)[to * args.num_key_heads * kPieces + i] =
-        reinterpret_cast<const uint4*>(row)[i % kPieces];
-  }
-  for (int i = threadIdx.x; i < args.num_value_heads * kPieces; i += kThreads) {
-    const auto* row =
-        static_cast<const uint16_t*>(args.v) + from * args.v_token_stride + i / kPieces * args.v_head_stride;
-    reinterpret_cast<uint4*>(listed.v)[to * args.num_value_heads * kPieces + i] =
-        reinterpret_cast<const uint4*>(row)[i % kPieces];
-  }
+  const auto gather = [&](void* rows, const void* tensor, int heads, int64_t token_stride, int64_t head_stride) {
+    for (int i = threadIdx.x; i < heads * kPieces; i += kThreads) {
+      const auto* row = static_cast<const uint16_t*>(tensor) + from * token_stride + i / kPieces * head_stride;
+      static_cast<uint4*>(rows)[to * heads * kPieces + i] = reinterpret_cast<const uint4*>(row)[i % kPieces];
+    }
+  };
+  gather(listed.k, args.k, args.num_key_heads, args.k_token_stride, args.k_head_stride);
+  gather(listed.v, args.v, args.num_value_heads, args.v_token_stride, args.v_head_stride);
   for (int head = threadIdx.x; head < args.num_value_heads; head += kThreads) {
     const int64_t i = to * args.num_value_heads + head;
     if (listed.g != nullptr) listed.g[i] = args.g[from * args.g_token_stride + head * args.g_head_stride];

@@ -15,23 +15,6 @@
 namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
-// The last sequence that starts at or before a token; 0 if none does. By a whole warp.
-__device__ __forceinline__ int32_t sequence_before(const Args& args, int32_t token, int lane) {
-  if (args.cu_seqlens == nullptr) {
-    return min(token / static_cast<int32_t>(args.dense_length), args.num_sequences - 1);
-  }
-  int32_t first = 0, count = args.num_sequences;  // it is one of these
-  while (count > 1) {
-    const int32_t step = (count + 31) / 32, at = first + lane * step;
-    const bool before = lane * step < count && load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, at) <= token;
-    const uint32_t found = __ballot_sync(0xffffffffu, before);
-    const int32_t last = found != 0 ? 31 - __clz(found) : 0;
-    count = min(step, count - last * step);
-    first += last * step;
-  }
-  return first;
-}
-
 // Rows of a chunk; valid 0: none.
 struct ChunkRows {
   int32_t row, valid;

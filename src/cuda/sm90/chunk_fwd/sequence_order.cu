@@ -2,12 +2,12 @@
 
 #include <cstdint>
 
+#include "cuda/common/block_scan.cuh"
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
 #include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"
-#include "cuda/sm90/common/block_sums.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
 namespace {

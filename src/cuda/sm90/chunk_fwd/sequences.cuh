@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "cuda/common/block_scan.cuh"
 #include "cuda/common/overlap.cuh"
 #include "cuda/sm90/chunk_fwd/args.h"
-#include "cuda/sm90/common/block_sums.cuh"
 #include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90::fwd {
@@ -34,6 +34,23 @@ __device__ __forceinline__ SequenceSpan sequence_at(const Args& args, int32_t i)
   start = min(max(start, int64_t{0}), args.num_tokens);
   end = min(max(end, start), args.num_tokens);
   return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
+}
+
+// The last sequence that starts at or before a token; 0 if none does. By a whole warp.
+__device__ __forceinline__ int32_t sequence_before(const Args& args, int32_t token, int lane) {
+  if (args.cu_seqlens == nullptr) {
+    return min(token / static_cast<int32_t>(args.dense_length), args.num_sequences - 1);
+  }
+  int32_t first = 0, count = args.num_sequences;  // it is one of these
+  while (count > 1) {
+    const int32_t step = (count + 31) / 32, at = first + lane * step;
+    const bool before = lane * step < count && load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, at) <= token;
+    const uint32_t found = __ballot_sync(0xffffffffu, before);
+    const int32_t last = found != 0 ? 31 - __clz(found) : 0;
+    count = min(step, count - last * step);
+    first += last * step;
+  }
+  return first;
 }
 
 inline constexpr int kNoSlot = -1;

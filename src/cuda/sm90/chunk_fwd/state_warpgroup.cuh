@@ -401,14 +401,7 @@ struct StateWarpgroup {
           const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
           constexpr bool kStrong = kForm == ChunkForm::kStrong;
           if (kMakesOutput && !mild && (!kStrong || always)) {
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-              const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-              const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
-                                           gamma.w * p.args.scale);
-              float* x = o + 8 * b;
-              scale_tokens(x, f);
-            }
+            scale_outputs(o, p.args.scale, columns + Traits::kGateDecay);
           } else if (kMakesOutput && !kWideExponents<Element>) {
             // Beside h there is no register to keep it in.
             if constexpr (Traits::kStoresHByTma) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
@@ -427,11 +420,7 @@ struct StateWarpgroup {
 
           // O^T += V'^T P^T
           uint32_t corrected[16];
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
-            corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
-          }
+          pack_values<Element>(corrected, low, high);
           const uint64_t p_rows = wgmma_descriptor(Traits::TilesP::tile(m));
           if constexpr (kMakesOutput) {
             pin(o);
@@ -443,30 +432,16 @@ struct StateWarpgroup {
           }
           // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
           if constexpr (kStrong) {
-            if (always) {
-#pragma unroll
-              for (int b = 0; b < 4; ++b) {
-                scale_tokens(b < 2 ? low + 8 * b : high + 8 * (b - 2),
-                             load_shared_f4(columns + Traits::kGateToEnd + 16 * b));
-              }
-            }
+            if (always) scale_values(low, high, columns + Traits::kGateToEnd);
             wgmma_wait<0>();  // P V' reads its operand's registers as it goes
             pin(o);
             pin(corrected);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-              corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
-              corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
-            }
+            pack_values<Element>(corrected, low, high);
           } else if (!mild) {
             wgmma_wait<0>();  // P V' reads its operand's registers as it goes
             if constexpr (kMakesOutput) pin(o);
             pin(corrected);
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-              const float4 rest = load_shared_f4(columns + Traits::kGateToEnd + 16 * b);
-              pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
-            }
+            pack_scaled_values<Element>(corrected, low, high, columns + Traits::kGateToEnd);
           }
           const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
           pin(s);

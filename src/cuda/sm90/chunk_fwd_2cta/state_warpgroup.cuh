@@ -162,23 +162,13 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
       // O^T += V'^T P^T. With mild decay (gate_vectors.cuh) V' comes with what S needs, and O takes its factors last of
       // all.
       if constexpr (!kMild) {
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const float4 decay = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-          const float4 f = make_float4(decay.x * p.args.scale, decay.y * p.args.scale, decay.z * p.args.scale,
-                                       decay.w * p.args.scale);
-          scale_tokens(o + 8 * b, f);
-        }
+        scale_outputs(o, p.args.scale, columns + Traits::kGateDecay);
       } else if constexpr (!kWideExponents<Element>) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       uint32_t corrected[16];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
-        corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
-      }
+      pack_values<Element>(corrected, low, high);
       pin(o);
       wgmma_fence();
 #pragma unroll
@@ -189,11 +179,7 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
         wgmma_wait<0>();  // P V' reads its operand's registers as it goes
         pin(o);
         pin(corrected);
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const float4 rest = load_shared_f4(columns + Traits::kGateToEnd + 16 * b);
-          pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
-        }
+        pack_scaled_values<Element>(corrected, low, high, columns + Traits::kGateToEnd);
       }
       pin(s);
       wgmma_fence();

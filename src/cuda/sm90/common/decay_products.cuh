@@ -26,6 +26,16 @@ __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, f
   }
 }
 
+// The warp's block on the diagonal of P. Above the diagonal by a mask, not by a factor: exponentials may have
+// overflowed.
+__device__ __forceinline__ void store_diagonal(const uint32_t (&diagonal)[3], uint32_t row_address,
+                                               const FragmentPosition& at) {
+  const int place = (at.lane >> 2) - 2 * at.q;
+  const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
+  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
+                  0u, diagonal[2] & mask);
+}
+
 // Multiplies the lower triangle of a 64x64 accumulator by G and kGateScaleP and stores it as P. x: the three left
 // column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in columns 8..15.
 // G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the difference itself.
@@ -44,11 +54,7 @@ __device__ __forceinline__ void store_strong_p(const float* x, const float2 (&y)
     diagonal[i] = pack2<Element>(y[i].x * (exp2_approx(sum - column.x) * factor.x),
                                  y[i].y * (exp2_approx(sum - column.y) * factor.y));
   }
-  // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
-  const int place = (at.lane >> 2) - 2 * at.q;
-  const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
-  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
-                  0u, diagonal[2] & mask);
+  store_diagonal(diagonal, row_address, at);
   const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
   const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
 #pragma unroll
@@ -76,10 +82,7 @@ __device__ __forceinline__ void store_mild_p(const float* x, const float2 (&y)[3
   uint32_t diagonal[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) diagonal[i] = pack2<Element>(y[i].x * factor, y[i].y * factor);
-  const int place = (at.lane >> 2) - 2 * at.q;
-  const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
-  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
-                  0u, diagonal[2] & mask);
+  store_diagonal(diagonal, row_address, at);
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     if (b < at.warp) {

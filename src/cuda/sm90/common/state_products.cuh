@@ -47,6 +47,40 @@ __device__ __forceinline__ void pack_scaled(uint32_t* packed, const float* x, co
   packed[3] = pack2<Element>(x[6] * factor.z, x[7] * factor.w);
 }
 
+// V'^T as the next product's operand.
+template <typename Element>
+__device__ __forceinline__ void pack_values(uint32_t (&packed)[16], const float (&low)[16], const float (&high)[16]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    packed[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+    packed[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+  }
+}
+// The same times factors of the tokens, at the thread's columns of a gate vector.
+template <typename Element>
+__device__ __forceinline__ void pack_scaled_values(uint32_t (&packed)[16], const float (&low)[16],
+                                                   const float (&high)[16], uint32_t factors) {
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    pack_scaled<Element>(packed + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), load_shared_f4(factors + 16 * b));
+  }
+}
+// In place.
+__device__ __forceinline__ void scale_values(float (&low)[16], float (&high)[16], uint32_t factors) {
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    scale_tokens(b < 2 ? low + 8 * b : high + 8 * (b - 2), load_shared_f4(factors + 16 * b));
+  }
+}
+// O^T = scale diag(gamma) (Q S)^T.
+__device__ __forceinline__ void scale_outputs(float (&o)[32], float scale, uint32_t gammas) {
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    const float4 gamma = load_shared_f4(gammas + 16 * b);
+    scale_tokens(o + 8 * b, make_float4(gamma.x * scale, gamma.y * scale, gamma.z * scale, gamma.w * scale));
+  }
+}
+
 // V'^T = W^T Ag^T, tokens 0..31 and 32..63: the first need two 16-token steps only, Ag being lower triangular.
 template <typename Element>
 __device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[16], const uint32_t (&w)[16],

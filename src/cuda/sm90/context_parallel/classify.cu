@@ -9,14 +9,12 @@
 namespace flash_qla::cuda::sm90::cp {
 namespace {
 
-using fwd::load_index;
-
 static_assert(kRoundChunks * kRoundHeads == kClassifyThreads / 32);
-// The sequence that holds a token, by a whole warp, which looks at 32 offsets at a time; its length is 0 where none
-// does, as it may be where offsets are out of order. own: see summarise_lengths().
+// The sequence that holds a token, by a whole warp; its length is 0 where none does, as it may be where offsets are out
+// of order. own: see summarise_lengths().
 __device__ SequenceSpan find_sequence(const Args& args, int64_t token, const SequenceSpan& own, int lane) {
   SequenceSpan none{0, 0, 0, 0};
-  if (token < 0) return none;
+  if (token < 0 || token >= args.num_tokens) return none;
   if (args.cu_seqlens != nullptr && args.num_sequences <= 32) {
     const bool holds = own.start <= token && token < static_cast<int64_t>(own.start) + own.length;
     const uint32_t found = __ballot_sync(0xffffffffu, holds);
@@ -24,21 +22,7 @@ __device__ SequenceSpan find_sequence(const Args& args, int64_t token, const Seq
     const int holder = __ffs(static_cast<int>(found)) - 1;
     return {__shfl_sync(0xffffffffu, own.start, holder), __shfl_sync(0xffffffffu, own.length, holder), holder, 0};
   }
-  if (args.cu_seqlens == nullptr) {
-    if (args.dense_length <= 0 || token / args.dense_length >= args.num_sequences) return none;
-    return sequence_at(args, static_cast<int32_t>(token / args.dense_length));
-  }
-  // Offsets before `low` are at or before the token, those from `high` on are past it.
-  int32_t low = 0, high = args.num_sequences + 1;
-  while (low < high) {
-    const int32_t step = (high - low + 31) / 32, i = low + lane * step;
-    const bool before = i < high && load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i) <= token;
-    const int32_t count = __popc(__ballot_sync(0xffffffffu, before));
-    high = min(high, low + count * step);
-    low = count == 0 ? high : low + (count - 1) * step + 1;
-  }
-  if (low < 1 || low > args.num_sequences) return none;
-  const SequenceSpan s = sequence_at(args, low - 1);
+  const SequenceSpan s = sequence_at(args, sequence_before(args, static_cast<int32_t>(token), lane));
   return s.start <= token && token < static_cast<int64_t>(s.start) + s.length ? s : none;
 }
 

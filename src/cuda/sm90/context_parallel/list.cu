@@ -1,7 +1,7 @@
 // The lists of items.
 
+#include "cuda/common/block_scan.cuh"
 #include "cuda/common/overlap.cuh"
-#include "cuda/sm90/common/block_sums.cuh"
 #include "cuda/sm90/context_parallel/choose_joins.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
 

@@ -328,19 +328,10 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
 
         // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K; where the decay is mild V' comes with that factor.
         if (!mild) {
-#pragma unroll
-          for (int b = 0; b < 4; ++b) {
-            const float4 rest = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateToEnd + 16 * b);
-            float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-            scale_tokens(x, rest);
-          }
+          scale_values(low, high, gates(m) + 80 * place(thread).q + Traits::kGateToEnd);
         }
         uint32_t corrected[16];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
-          corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
-        }
+        pack_values<Element>(corrected, low, high);
         const uint64_t k_columns = uniform_descriptor(stage(m) + Traits::kStageK, Traits::kHalf);
         pin(s);
         wgmma_fence();

@@ -23,17 +23,7 @@ constexpr int kTokensPerLane = kChunk / kWarp;
 
 // The first chunks, of `seen`, whose norms' sum is at most the threshold; 0: there are none. A warp.
 __device__ int window_of(const float (*norms)[kHeads], int head, int seen, float threshold) {
-  const int lane = threadIdx.x % kWarp;
-  float before = 0.f;
-  for (int base = 0; base < seen; base += kWarp) {
-    const int i = base + lane;
-    float sum = i < seen ? norms[i][head] : 0.f;
-    sum = prefix_sum(sum, lane) + before;
-    const uint32_t found = __ballot_sync(0xffffffffu, i < seen && sum <= threshold);  // never with a NaN
-    if (found != 0) return base + __ffs(static_cast<int>(found));
-    before = __shfl_sync(0xffffffffu, sum, kWarp - 1);
-  }
-  return 0;
+  return first_below(seen, threshold, [&](int i) { return norms[i][head]; });
 }
 
 // One block an (end, part, key head, up to four of its value heads).
