@@ -3,12 +3,9 @@
 //
 // By tensor cores, with numbers in two parts of tf32: M X = Mh Xh + (Mh Xl + Ml Xh), which leaves out 2^-22 of a
 // product. Products in fp32 took 4,550 clocks a step: lanes read from shared memory for as long as they multiply.
-// A warp has 32 rows of M, of which each lane copies what it multiplies into shared memory, for itself alone. (Copies
-// to registers wait for one another: 4,150 clocks a step, 1,520 of them for all but M.)
+// A warp has 32 rows of M, which nobody else needs: its lanes read them from memory as they multiply them.
 #pragma once
 
-#include "cuda/common/cp_async.cuh"
-#include "cuda/common/mbarrier.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/sm90/common/sizes.h"
 
@@ -21,18 +18,18 @@ inline constexpr int kChainThreads = 128;
 inline constexpr int kChainColumns = 16;
 inline constexpr int kChainSlices = kHeadDim / kChainColumns;
 inline constexpr int kMatrix = kHeadDim * kHeadDim;
-// Terms of the sums that a warp takes at a time: two products' of the instruction. Those of five times are on their way
-// from memory, for about 1,000 clocks, which the L2 cache's latency wants.
-inline constexpr int kTermsAtOnce = 16, kTimesOfStep = kHeadDim / kTermsAtOnce, kChainStages = 6;
+// Terms of the sums that a warp takes at a time: two products' of the instruction. So many times are on their way from
+// memory, for about 800 clocks, which the L2 cache's latency wants.
+inline constexpr int kTermsAtOnce = 16, kTimesOfStep = kHeadDim / kTermsAtOnce, kTimesAhead = 4;
+static_assert(kTimesOfStep % kTimesAhead == 0);  // a time's registers are the same in all steps
 // Shared memory that a kernel of such blocks asks for: two then share a multiprocessor, and not more, as those that
 // come first would crowd where there is room first.
-inline constexpr int kChainBytes = 90 << 10;
+inline constexpr int kChainBytes = 100 << 10;
 
 // X in two parts, [column][row], by steps in turns. Quadruples of rows are permuted within 128 bytes, so that lanes
 // which write, or read, at once meet all banks.
 struct alignas(16) ChainMemory {
   uint32_t high[2][kChainColumns][kHeadDim], low[2][kChainColumns][kHeadDim];
-  float4 m[kChainStages][4][kChainThreads];  // by threads
 };
 static_assert(sizeof(ChainMemory) <= kChainBytes);
 
@@ -90,19 +87,18 @@ __device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transiti
   const int group = at.lane / 4, quarter = at.lane % 4;
   // A lane has four terms at a time of four rows, as [term][row], or with kOwn [row][term].
   transitions += kOwnRows ? at.row * kHeadDim + 4 * quarter : 4 * quarter * kHeadDim + at.row;
-  const int32_t times = steps * kTimesOfStep;
-  const auto fetch = [&](int32_t time) {
-    if (time < times) {
-      const float* from =
-          transitions + time / kTimesOfStep * stride + time % kTimesOfStep * kTermsAtOnce * (kOwnRows ? 1 : kHeadDim);
+  float m[kTimesAhead][4][4];
+  const auto fetch = [&](int32_t step, int time, float (&to)[4][4]) {
+    if (step >= steps) return;
+    const float* from = transitions + step * stride + time * kTermsAtOnce * (kOwnRows ? 1 : kHeadDim);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        cp_async_16(smem_address(&s.m[time % kChainStages][i][threadIdx.x]), from + i * kHeadDim);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(from + i * kHeadDim));
+      to[i][0] = x.x, to[i][1] = x.y, to[i][2] = x.z, to[i][3] = x.w;
     }
-    cp_async_commit();
   };
-  for (int32_t time = 0; time < kChainStages - 1; ++time) fetch(time);
+#pragma unroll
+  for (int time = 0; time < kTimesAhead; ++time) fetch(0, time, m[time]);
   __syncthreads();  // what a scan before this one has left in shared memory has been read
 
 #pragma unroll 1
@@ -123,19 +119,16 @@ __device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transiti
     __syncthreads();  // X of the step before has been read as well
     // [eight columns][of each four rows the first two, the others], in the fragments of the instruction.
     float sums[2][2][4] = {}, small_sums[2][2][4] = {};
-#pragma unroll 2
+#pragma unroll
     for (int time = 0; time < kTimesOfStep; ++time) {
-      const int32_t number = step * kTimesOfStep + time;
-      cp_async_wait<kChainStages - 2>();
+      auto& now = m[time % kTimesAhead];
       TwoParts a[4][4];  // [row][term]
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 x = s.m[number % kChainStages][i][threadIdx.x];
-        const float four[4] = {x.x, x.y, x.z, x.w};
+      for (int row = 0; row < 4; ++row) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) (kOwnRows ? a[i][k] : a[k][i]) = split_in_two(four[k]);
+        for (int term = 0; term < 4; ++term) a[row][term] = split_in_two(kOwnRows ? now[row][term] : now[term][row]);
       }
-      fetch(number + kChainStages - 1);  // where the time before was
+      fetch(step + (time + kTimesAhead) / kTimesOfStep, (time + kTimesAhead) % kTimesOfStep, now);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int column = 8 * n + group, place = place_of_rows(time * kTermsAtOnce / 4 + quarter, column);

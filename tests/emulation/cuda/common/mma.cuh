@@ -119,9 +119,13 @@ inline void mma_m16n8k8_half_sum(uint32_t& low, uint32_t& high, uint32_t a0, uin
 struct TwoParts {
   uint32_t high, low;
 };
+inline uint32_t round_to_tf32(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+}
 inline TwoParts split_in_two(float x) {
-  const uint32_t high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  return {high, __float_as_uint(x - __uint_as_float(high))};
+  const uint32_t high = round_to_tf32(x);
+  return {high, round_to_tf32(x - __uint_as_float(high))};
 }
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                              cuda_emulation::Where where = cuda_emulation::Where::current()) {
