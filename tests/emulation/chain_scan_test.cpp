@@ -18,8 +18,11 @@ namespace {
 // states after each step, which come behind it.
 template <ChainRows kRows>
 __global__ void scan_twice(const float* transitions, int64_t stride, int32_t steps, const float* x, float* after) {
+  const ChainPlace at;
   const int column0 = static_cast<int>(blockIdx.x) * kChainColumns;
-  const auto load = [&](int32_t number, ChainShare& columns) { load_share(columns, x + number * kMatrix, column0); };
+  const auto load = [&](int32_t number, ChainShare& columns) {
+    for (int i = 0; i < kChainColumns; ++i) columns[i] = x[number * kMatrix + (column0 + i) * kHeadDim + at.row];
+  };
   for (int turn = 0; turn < 2; ++turn) {
     ChainShare state;
     load(0, state);
@@ -27,7 +30,8 @@ __global__ void scan_twice(const float* transitions, int64_t stride, int32_t ste
         *dynamic_shared<ChainMemory>(), transitions, stride, steps, state,
         [&](int32_t step, ChainShare& added) { load(1 + step, added); },
         [&](int32_t step, const ChainShare& columns) {
-          store_share(after + (turn * steps + step) * kMatrix, column0, columns);
+          float* to = after + (turn * steps + step) * kMatrix;
+          for (int i = 0; i < kChainColumns; ++i) to[(column0 + i) * kHeadDim + at.row] = columns[i];
         });
   }
 }
@@ -45,7 +49,7 @@ TEST_P(ChainScan, IsTheSum) {
     for (float& value : x) value = normal(random);
     const int64_t first = down ? (kSteps - 1) * kApart : 0, stride = down ? -kApart : kApart;
     const auto kernel = own ? scan_twice<ChainRows::kOwn> : scan_twice<ChainRows::kTransposed>;
-    ASSERT_TRUE(launch("scan_twice", kernel, kChainSlices, kChainThreads, kChainBytes, nullptr,
+    ASSERT_TRUE(launch("scan_twice", kernel, kChainSlices, kChainThreads, sizeof(ChainMemory), nullptr,
                        cells.data() + first * kMatrix, stride * kMatrix, kSteps, x.data(), after.data())
                     .ok());
     std::vector<double> state(x.begin(), x.begin() + kMatrix), next(kMatrix);

@@ -41,29 +41,6 @@ __device__ __forceinline__ void mma_m16n8k8_half(float* d, uint32_t a0, uint32_t
                : "r"(a0), "r"(a1), "r"(b));
 }
 
-// A number in two of tf32, which have 11 bits: what both leave out is 2^-22 of it.
-struct TwoParts {
-  uint32_t high, low;
-};
-__device__ __forceinline__ uint32_t round_to_tf32(float x) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return bits;
-}
-__device__ __forceinline__ TwoParts split_in_two(float x) {
-  const uint32_t high = round_to_tf32(x);
-  return {high, round_to_tf32(x - __uint_as_float(high))};
-}
-// d [16x8] += A [16x8] B [8x8] of tf32: a0 and a1 are rows lane / 4 and + 8 in column lane % 4 of A, a2 and a3 in
-// column lane % 4 + 4; b0 and b1 rows lane % 4 and + 4 of B, in column lane / 4.
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Sums in fp16: `low` and `high` are rows lane / 4 and + 8 of the result.
 __device__ __forceinline__ void mma_m16n8k16_half_sum(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1,
                                                       uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {

@@ -133,6 +133,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
 __global__ __launch_bounds__(cp::kChainThreads, 1) void sm90_chunk_bwd_scan_kernel(const Args p) {
   launch_dependents();
   cp::ChainMemory& memory = *dynamic_shared<cp::ChainMemory>();
+  const cp::ChainPlace at;
   const int lane = threadIdx.x % 32, items = *p.chain_count * cp::kChainSlices;
   bool waited = false;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -146,7 +147,11 @@ __global__ __launch_bounds__(cp::kChainThreads, 1) void sm90_chunk_bwd_scan_kern
     const auto matrix = [&](int turn, Edge e) {
       return p.edges + edge_index(p, begin + direction * turn, head, e) * cp::kMatrix;
     };
-    const auto load = [&](int turn, cp::ChainShare& columns) { cp::load_share(columns, matrix(turn, edge), v0); };
+    const auto load = [&](int turn, cp::ChainShare& columns) {
+      const float* from = matrix(turn, edge) + v0 * kHeadDim + at.row;
+#pragma unroll
+      for (int i = 0; i < cp::kChainColumns; ++i) columns[i] = from[i * kHeadDim];
+    };
     const int64_t stride = direction * (edge_index(p, 1, 0, edge) - edge_index(p, 0, 0, edge)) * cp::kMatrix;
     // Every warp finds out which of the next 32 segments are passed through.
     for (int base = 1; base + 1 < s.count; base += 32) {
@@ -166,7 +171,9 @@ __global__ __launch_bounds__(cp::kChainThreads, 1) void sm90_chunk_bwd_scan_kern
         load(turn - 1, state);
         const auto add = [&](int32_t step, cp::ChainShare& added) { load(turn + step, added); };
         const auto leave = [&](int32_t step, const cp::ChainShare& columns) {
-          cp::store_share(matrix(turn + step, edge), v0, columns);
+          float* to = matrix(turn + step, edge) + v0 * kHeadDim + at.row;
+#pragma unroll
+          for (int i = 0; i < cp::kChainColumns; ++i) to[i * kHeadDim] = columns[i];
         };
         // M is kept by columns, the rows of M^T, by which the reverse pass multiplies.
         const float* transitions = matrix(turn, kEdgeTransition);

@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const _
   __shared__ int32_t s_index;
   // What came before the plan's first kernel was there when that let this one start.
   launch_dependents();
+  const ChainPlace at;
   for (int32_t work = static_cast<int32_t>(blockIdx.x);; work += static_cast<int32_t>(gridDim.x)) {
     const int32_t cut = work / kChainSlices, column0 = work % kChainSlices * kChainColumns;
     __syncthreads();  // all have seen the work before
@@ -50,22 +51,28 @@ __global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const _
     const int32_t segment = cut - chain.first_cut;
     const bool is_affine = chain.is_affine != 0;  // else the sequence begins here, and S is the true state
     const auto matrix = [&](int32_t number) { return p.carry.cells + static_cast<int64_t>(number) * kMatrix; };
-    const auto left = [&](ChainShare& columns) { load_share(columns, matrix(chain.state_cell(segment)), column0); };
+    const auto left = [&](ChainShare& columns) {
+      const float* from = matrix(chain.state_cell(segment));
+#pragma unroll
+      for (int i = 0; i < kChainColumns; ++i) columns[i] = from[(column0 + i) * kHeadDim + at.row];
+    };
     ChainShare state = {};
     if (!is_affine) {
       left(state);
     } else if (p.initial != nullptr) {
       const float* from = p.initial + chain.row * p.row_stride + index % p.heads * p.head_stride;
-      for_each_of_share([&](int i, int key, int column) {
-        const int value = column0 + column;
+#pragma unroll
+      for (int i = 0; i < kChainColumns; ++i) {
+        const int key = at.row, value = column0 + i;
         state[i] = from[p.v_first != 0 ? value * kHeadDim + key : key * kHeadDim + value];
-      });
+      }
     }
     scan_chain(
         *dynamic_shared<ChainMemory>(), matrix(is_affine ? p.carry.entering_cell(chain, segment) : 0), kMatrix,
         is_affine ? 1 : 0, state, [&](int32_t, ChainShare& added) { left(added); }, [](int32_t, const ChainShare&) {});
     float* to = p.cut_states + static_cast<int64_t>(chain.state_cell(segment)) * kMatrix;
-    for_each_of_share([&](int i, int key, int column) { to[cut_state_element(column0 + column, key)] = state[i]; });
+#pragma unroll
+    for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = state[i];
   }
   // A kernel must not end before those it depends on.
   if (blockIdx.x == 0) wait_for_predecessors();
@@ -83,10 +90,10 @@ cudaError_t launch_carried(const PlanArgs& plan, cudaStream_t stream) {
                      args.num_value_heads,
                      reinterpret_cast<float*>(plan.workspace.cut_states) + plan.capacity.slots * kMatrix};
   const cudaError_t error =
-      cudaFuncSetAttribute(enter_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kChainBytes);
+      cudaFuncSetAttribute(enter_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ChainMemory));
   if (error != cudaSuccess) return error;
   // As many blocks as run at once.
-  const LaunchConfig shape(2 * plan.sms, kChainThreads, kChainBytes, stream, true);
+  const LaunchConfig shape(2 * plan.sms, kChainThreads, sizeof(ChainMemory), stream, true);
   return cudaLaunchKernelEx(&shape.config, enter_carried_kernel, params);
 }
 

@@ -1,81 +1,76 @@
-// X <- M X + B along the segments of a chain, in the precision of fp32: of links (links/link_chains.cu), of states at
-// cuts from what links have left (carry.cu), and of the backward's (chunk_bwd/scan.cuh).
+// X <- M X + B along the segments of a chain, in fp32: of links (links/link_chains.cu), of states at cuts from what
+// links have left (carry.cu), and of the backward's (chunk_bwd/scan.cuh).
 //
-// By tensor cores, with numbers in two parts of tf32: M X = Mh Xh + (Mh Xl + Ml Xh), which leaves out 2^-22 of a
-// product. Products in fp32 took 4,550 clocks a step: lanes read from shared memory for as long as they multiply.
-// A warp has 32 rows of M, which nobody else needs: its lanes read them from memory as they multiply them.
+// Warps share the sum of a product: each takes 32 columns of M, and of X the rows that they meet, for all of X's
+// elements, and the warps' parts are added through shared memory. Where memory has rows of M, a warp takes 32 of them,
+// and its lanes share the sum. So a thread has 8 x 8 sums, and reads two values from shared memory for eight products.
+// With a thread to eight sums, which need no adding, nine values for eight products are read, and a step takes as long
+// as that: 9,200 clocks against 2,048 of arithmetic.
 #pragma once
 
-#include "cuda/common/mma.cuh"
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90::cp {
 
-// A warp for each scheduler of a multiprocessor.
+// A warp for each scheduler of a multiprocessor: more of them are more parts to add.
 inline constexpr int kChainThreads = 128;
-// A block takes 16 columns of X: as many blocks as a quarter of 32 heads has are one wave on an H100. With fewer
-// columns the L2 cache, which all blocks read M from, takes longer than the products.
+inline constexpr int kChainWarps = kChainThreads / 32;
+// A block takes 16 columns of X. fp32 products: 16 columns are 262,144 of them a step, 1.2 us of a multiprocessor, and
+// as many blocks as a quarter of 32 heads has are one wave on an H100. With fewer columns the L2 cache, which all
+// blocks read M from, takes longer than the products.
 inline constexpr int kChainColumns = 16;
 inline constexpr int kChainSlices = kHeadDim / kChainColumns;
 inline constexpr int kMatrix = kHeadDim * kHeadDim;
-// Terms of the sums that a warp takes at a time: two products' of the instruction. So many times are on their way from
-// memory, for about 800 clocks, which the L2 cache's latency wants.
-inline constexpr int kTermsAtOnce = 16, kTimesOfStep = kHeadDim / kTermsAtOnce, kTimesAhead = 4;
-static_assert(kTimesOfStep % kTimesAhead == 0);  // a time's registers are the same in all steps
-// Shared memory that a kernel of such blocks asks for: two then share a multiprocessor, and not more, as those that
-// come first would crowd where there is room first.
-inline constexpr int kChainBytes = 100 << 10;
+// What a thread adds up.
+inline constexpr int kSumRows = 8, kSumColumns = 8;
+static_assert(kHeadDim / kSumRows * (kChainColumns / kSumColumns) == 32);  // a warp's lanes
+// Rows of M^T come through shared memory, to each warp its own: 8 rows at a time, so that twice as many are on their
+// way while those are used, for about 1,100 clocks, which the L2 cache's latency wants. With the sums that is 90 KB of
+// a multiprocessor. Two blocks fit, so that those without segments delay few.
+inline constexpr int kWarpRows = kHeadDim / kChainWarps;
+inline constexpr int kTileRows = 8, kTiles = kWarpRows / kTileRows;
+// Of M's own rows a tile is 32 columns of each of the warp's 32, of which a lane multiplies eight.
+inline constexpr int kTileColumns = 32;
+static_assert(kWarpRows * kTileColumns == kTileRows * kHeadDim && kHeadDim / kTileColumns == kTiles);
+inline constexpr int kChainStages = 3;
 
-// X in two parts, [column][row], by steps in turns. Quadruples of rows are permuted within 128 bytes, so that lanes
-// which write, or read, at once meet all banks.
 struct alignas(16) ChainMemory {
-  uint32_t high[2][kChainColumns][kHeadDim], low[2][kChainColumns][kHeadDim];
+  float tiles[kChainWarps][kChainStages][kTileRows][kHeadDim];
+  float sums[kChainWarps][kChainColumns][kHeadDim];  // [part][column][row]
+  float state[kHeadDim][kChainColumns + 4];          // [row][column]; rows of 80 bytes: written without bank conflicts
 };
-static_assert(sizeof(ChainMemory) <= kChainBytes);
 
-// A thread's share of 16 columns: of columns column(0) .. column(3) rows `row` .. row + 3, column by column.
+// The thread's row of X, of which it has all columns. A warp has the rows that its columns of M meet.
 struct ChainPlace {
-  int lane = static_cast<int>(threadIdx.x) % 32;
-  int row = static_cast<int>(threadIdx.x) / 32 * 32 + lane / 4 * 4;
-  __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  int row = static_cast<int>(threadIdx.x);
 };
+static_assert(kChainThreads == kHeadDim && kWarpRows == 32);
 using ChainShare = float[kChainColumns];
-inline constexpr int kShareRows = 4, kShareColumns = 4;
-static_assert(kShareRows * kShareColumns == kChainColumns && kHeadDim == 128);
 
-// A share of columns from column0 on of a matrix [column][row].
-__device__ __forceinline__ void load_share(ChainShare& share, const float* matrix, int column0) {
-  const ChainPlace at;
-#pragma unroll
-  for (int c = 0; c < kShareColumns; ++c) {
-    const float* from = matrix + (column0 + at.column(c)) * kHeadDim + at.row;
-    const float4 x = __ldcg(reinterpret_cast<const float4*>(from));
-    share[4 * c] = x.x, share[4 * c + 1] = x.y, share[4 * c + 2] = x.z, share[4 * c + 3] = x.w;
-  }
-}
-__device__ __forceinline__ void store_share(float* matrix, int column0, const ChainShare& share) {
-  const ChainPlace at;
-#pragma unroll
-  for (int c = 0; c < kShareColumns; ++c) {
-    float* to = matrix + (column0 + at.column(c)) * kHeadDim + at.row;
-    *reinterpret_cast<float4*>(to) = make_float4(share[4 * c], share[4 * c + 1], share[4 * c + 2], share[4 * c + 3]);
-  }
-}
-// Elsewhere: visit(element of the share, row, column).
-template <typename Visit>
-__device__ __forceinline__ void for_each_of_share(const Visit& visit) {
-  const ChainPlace at;
-#pragma unroll
-  for (int i = 0; i < kChainColumns; ++i) visit(i, at.row + i % kShareRows, at.column(i / kShareRows));
-}
-
-// The place in ChainMemory of rows 4 `quad` .. of a column.
-__device__ __forceinline__ int place_of_rows(int quad, int column) {
-  return 4 * (quad ^ ((column & 6) ^ (column & 1) * 4));
+// What a thread multiplies for one row of M^T.
+struct ChainOperands {
+  float m[kSumRows], x[kSumColumns];
+};
+__device__ __forceinline__ void load_four(float* to, const float* from) {
+  const float4 x = *reinterpret_cast<const float4*>(from);
+  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
 // What lies side by side in memory: a row of M^T, or one of M.
 enum class ChainRows { kTransposed, kOwn };
+
+// Where a lane multiplies rows of M. A tile has them as 128 bytes each, in pieces of 16 that are permuted so that the
+// eight lanes which read at once meet all banks: they are two terms by four rows, and then share two pieces of X.
+struct OwnRowsPlace {
+  int lane = static_cast<int>(threadIdx.x) % 32;
+  int part = lane % 2 + lane / 16 * 2;  // of a sum's terms: pieces part and part + 4 of a row
+  // The rows 4r .. 4r + 3 and 16 more of the thread's sums. Odd parts have these first: parts are stored together.
+  int row = lane / 2 % 4 * 4 + part % 2 * 16, far_row = row ^ 16;
+  int column = lane / 8 % 2 * kSumColumns;
+  static constexpr int position(int row, int piece) { return row * kTileColumns + 4 * (piece ^ (row / 4 % 4 * 2)); }
+};
 
 // `steps` of them, by a block. transitions: M^T of the first step, or with kOwn M; those of the others `stride`
 // elements further each. add(step, share): the thread's share of B; after(step, share): of what X then is.
@@ -84,76 +79,109 @@ __device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transiti
                                            ChainShare& state, const Add& add, const After& after) {
   constexpr bool kOwnRows = kRows == ChainRows::kOwn;
   const ChainPlace at;
-  const int group = at.lane / 4, quarter = at.lane % 4;
-  // A lane has four terms at a time of four rows, as [term][row], or with kOwn [row][term].
-  transitions += kOwnRows ? at.row * kHeadDim + 4 * quarter : 4 * quarter * kHeadDim + at.row;
-  float m[kTimesAhead][4][4];
-  const auto fetch = [&](int32_t step, int time, float (&to)[4][4]) {
-    if (step >= steps) return;
-    const float* from = transitions + step * stride + time * kTermsAtOnce * (kOwnRows ? 1 : kHeadDim);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // The rows 4r .. 4r + 3 and 64 more of the thread's sums: a quarter of a warp then reads 128 bytes side by side.
+  constexpr int kFarRows = kHeadDim / 2;
+  const int row = lane % (kHeadDim / kSumRows) * 4, column = lane / (kHeadDim / kSumRows) * kSumColumns;
+  const OwnRowsPlace own;
+  const int32_t tiles = steps * kTiles;
+  const auto fetch = [&](int32_t tile) {
+    if (tile < tiles) {
+      const float* from = transitions + static_cast<int64_t>(tile / kTiles) * stride + warp * kWarpRows * kHeadDim;
+      const uint32_t to = smem_address(s.tiles[warp][tile % kChainStages]);
+      if constexpr (kOwnRows) {
+        from += lane / 8 * kHeadDim + tile % kTiles * kTileColumns + lane % 8 * 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 x = __ldcg(reinterpret_cast<const float4*>(from + i * kHeadDim));
-      to[i][0] = x.x, to[i][1] = x.y, to[i][2] = x.z, to[i][3] = x.w;
-    }
-  };
+        for (int j = 0; j < kTileRows; ++j) {
+          cp_async_16(to + sizeof(float) * OwnRowsPlace::position(4 * j + lane / 8, lane % 8), from + 4 * j * kHeadDim);
+        }
+      } else {
+        from += tile % kTiles * kTileRows * kHeadDim + 4 * lane;
 #pragma unroll
-  for (int time = 0; time < kTimesAhead; ++time) fetch(0, time, m[time]);
-  __syncthreads();  // what a scan before this one has left in shared memory has been read
-
-#pragma unroll 1
-  for (int32_t step = 0; step < steps; ++step) {
-    ChainShare added = {};
-    add(step, added);
-    auto& high = s.high[step % 2];
-    auto& low = s.low[step % 2];
-#pragma unroll
-    for (int c = 0; c < kShareColumns; ++c) {
-      TwoParts x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = split_in_two(state[4 * c + i]);
-      const int column = at.column(c), place = place_of_rows(at.row / 4, column);
-      *reinterpret_cast<uint4*>(&high[column][place]) = make_uint4(x[0].high, x[1].high, x[2].high, x[3].high);
-      *reinterpret_cast<uint4*>(&low[column][place]) = make_uint4(x[0].low, x[1].low, x[2].low, x[3].low);
-    }
-    __syncthreads();  // X of the step before has been read as well
-    // [eight columns][of each four rows the first two, the others], in the fragments of the instruction.
-    float sums[2][2][4] = {}, small_sums[2][2][4] = {};
-#pragma unroll
-    for (int time = 0; time < kTimesOfStep; ++time) {
-      auto& now = m[time % kTimesAhead];
-      TwoParts a[4][4];  // [row][term]
-#pragma unroll
-      for (int row = 0; row < 4; ++row) {
-#pragma unroll
-        for (int term = 0; term < 4; ++term) a[row][term] = split_in_two(kOwnRows ? now[row][term] : now[term][row]);
-      }
-      fetch(step + (time + kTimesAhead) / kTimesOfStep, (time + kTimesAhead) % kTimesOfStep, now);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int column = 8 * n + group, place = place_of_rows(time * kTermsAtOnce / 4 + quarter, column);
-        const uint4 h = *reinterpret_cast<const uint4*>(&high[column][place]);
-        const uint4 l = *reinterpret_cast<const uint4*>(&low[column][place]);
-        const uint32_t xh[4] = {h.x, h.y, h.z, h.w}, xl[4] = {l.x, l.y, l.z, l.w};
-#pragma unroll
-        for (int term = 0; term < 4; term += 2) {
-#pragma unroll
-          for (int rows = 0; rows < 2; ++rows) {
-            const auto& upper = a[2 * rows];
-            const auto& lower = a[2 * rows + 1];
-            const uint32_t ah[4] = {upper[term].high, lower[term].high, upper[term + 1].high, lower[term + 1].high};
-            const uint32_t al[4] = {upper[term].low, lower[term].low, upper[term + 1].low, lower[term + 1].low};
-            mma_m16n8k8_tf32(sums[n][rows], ah, xh[term], xh[term + 1]);
-            mma_m16n8k8_tf32(small_sums[n][rows], ah, xl[term], xl[term + 1]);
-            mma_m16n8k8_tf32(small_sums[n][rows], al, xh[term], xh[term + 1]);
-          }
+        for (int j = 0; j < kTileRows; ++j) {
+          cp_async_16(to + 16 * lane + sizeof(float) * kHeadDim * j, from + kHeadDim * j);
         }
       }
     }
+    cp_async_commit();
+  };
+  const auto enter = [&](int32_t tile) {
+    cp_async_wait<kChainStages - 2>();
+    __syncwarp();  // all lanes' copies of the tile are there, the state too; the tile before has been read
+    fetch(tile + kChainStages - 1);
+  };
+  float fours[2][kSumRows][4];  // of M's own rows four columns at a time, and the next four
+  const auto load = [&](ChainOperands& to, int32_t tile, int j) {
+    if constexpr (kOwnRows) {
+      const float* m = s.tiles[warp][tile % kChainStages][0];
+      const auto load_fours = [&](int r, int four) {
+        load_four(fours[four][r], m + own.position((r < 4 ? own.row : own.far_row) + r % 4, own.part + 4 * four));
+      };
+#pragma unroll
+      for (int r = 0; r < kSumRows; ++r) {
+        if (j == 0) load_fours(r, 0);
+        if (j == r / 2 + 1) load_fours(r, 1);  // spread over the products with the four before
+        to.m[r] = fours[j / 4][r][j % 4];
+      }
+      const int term = tile % kTiles * kTileColumns + (own.part + j / 4 * 4) * 4 + j % 4;
+      load_four(to.x, s.state[term] + own.column);
+      load_four(to.x + 4, s.state[term] + own.column + 4);
+      return;
+    }
+    const float* m = s.tiles[warp][tile % kChainStages][j] + row;
+    const float* x = s.state[warp * kWarpRows + tile % kTiles * kTileRows + j] + column;
+    load_four(to.m, m);
+    load_four(to.m + 4, m + kFarRows);
+    load_four(to.x, x);
+    load_four(to.x + 4, x + 4);
+  };
+  for (int32_t tile = 0; tile < kChainStages - 1; ++tile) fetch(tile);
+
+  for (int32_t step = 0; step < steps; ++step) {
+    ChainShare added = {};
+    add(step, added);
+#pragma unroll
+    for (int i = 0; i < kChainColumns; i += 4) {
+      *reinterpret_cast<float4*>(&s.state[at.row][i]) = make_float4(state[i], state[i + 1], state[i + 2], state[i + 3]);
+    }
+    if constexpr (kOwnRows) __syncthreads();  // a warp takes all of X
+    float sums[kSumColumns][kSumRows] = {};
+    // A row's operands are read while the products of the row before are made: a scheduler has no other warp.
+    ChainOperands operands[2];
+    enter(step * kTiles);
+    load(operands[0], step * kTiles, 0);
+#pragma unroll 1
+    for (int32_t tile = step * kTiles; tile < (step + 1) * kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < kTileRows; ++j) {
+        if (j + 1 < kTileRows) {
+          load(operands[(j + 1) % 2], tile, j + 1);
+        } else if (tile + 1 < (step + 1) * kTiles) {
+          enter(tile + 1);
+          load(operands[0], tile + 1, 0);
+        }
+        const ChainOperands& now = operands[j % 2];
+#pragma unroll
+        for (int c = 0; c < kSumColumns; ++c) {
+#pragma unroll
+          for (int r = 0; r < kSumRows; ++r) sums[c][r] = fmaf(now.m[r], now.x[c], sums[c][r]);
+        }
+      }
+    }
+    __syncthreads();  // the sums of the step before have been read
+#pragma unroll
+    for (int c = 0; c < kSumColumns; ++c) {
+      float* to = kOwnRows ? s.sums[own.part][own.column + c] + warp * kWarpRows : s.sums[warp][column + c];
+      const int near = kOwnRows ? own.row : row, far = kOwnRows ? own.far_row : row + kFarRows;
+      *reinterpret_cast<float4*>(to + near) = make_float4(sums[c][0], sums[c][1], sums[c][2], sums[c][3]);
+      *reinterpret_cast<float4*>(to + far) = make_float4(sums[c][4], sums[c][5], sums[c][6], sums[c][7]);
+    }
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kChainColumns; ++i) {
-      const int n = i / 8, rows = i % 4 / 2, element = i % 2 * 2 + i / 4 % 2;
-      state[i] = added[i] + (sums[n][rows][element] + small_sums[n][rows][element]);
+      state[i] = added[i];
+#pragma unroll
+      for (int part = 0; part < kChainWarps; ++part) state[i] += s.sums[part][i][at.row];
     }
     after(step, state);
   }

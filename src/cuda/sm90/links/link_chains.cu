@@ -9,8 +9,8 @@
 
 namespace flash_qla::cuda::sm90::links {
 
-using cp::ChainMemory, cp::ChainShare, cp::scan_chain, cp::load_share, cp::store_share, cp::for_each_of_share;
-using cp::kChainBytes, cp::kChainColumns, cp::kChainSlices, cp::kChainThreads, cp::kMatrix;
+using cp::ChainMemory, cp::ChainPlace, cp::ChainShare, cp::scan_chain;
+using cp::kChainColumns, cp::kChainSlices, cp::kChainThreads, cp::kMatrix;
 
 namespace {
 
@@ -229,11 +229,15 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __gr
   const int32_t work = block % 2 == 0 ? block / 2 : last - block / 2;
   const int32_t slice = work % p.slices, index = p.carry.order[work / p.slices];
   const bool transition = slice >= kChainSlices;
+  const ChainPlace at;
   const int column0 = slice % kChainSlices * kChainColumns;
   const LinkChain chain = p.carry.chains[index];
   const bool wanted = chain.segments > 0 && (!transition || chain.is_affine != 0);
   const auto cell = [&](int32_t number) { return p.carry.cells + static_cast<int64_t>(number) * kMatrix; };
-  const auto load = [&](int32_t number, ChainShare& columns) { load_share(columns, cell(number), column0); };
+  const auto load = [&](int32_t number, ChainShare& columns) {
+#pragma unroll
+    for (int i = 0; i < kChainColumns; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + at.row];
+  };
   ChainShare state = {};
   if (wanted) load(transition ? chain.transition_cell(0) : chain.state_cell(0), state);
   // Rows of M^T; going backward of M. Cells hold that, so that lanes read side by side.
@@ -246,13 +250,14 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __gr
         // For the forward: S in place of the segment's own, of which other blocks read other columns, and M.
         const int32_t segment = 1 + step;
         if (p.carries == 0 || segment >= chain.cuts()) return;
-        store_share(cell(transition ? p.carry.entering_cell(chain, segment) : chain.state_cell(segment)), column0, now);
+        float* to = cell(transition ? p.carry.entering_cell(chain, segment) : chain.state_cell(segment));
+#pragma unroll
+        for (int i = 0; i < kChainColumns; ++i) to[(column0 + i) * kHeadDim + at.row] = now[i];
       });
   const DeviceStates& out = transition ? p.M : p.S;
-  const int64_t place = index / p.Hv * out.row + index % p.Hv * out.head;
-  for_each_of_share([&](int i, int row, int column) {
-    store<float>(out, place + row * out.key + (column0 + column) * out.value, state[i]);
-  });
+  const int64_t place = index / p.Hv * out.row + index % p.Hv * out.head + at.row * out.key;
+#pragma unroll
+  for (int i = 0; i < kChainColumns; ++i) store<float>(out, place + (column0 + i) * out.value, state[i]);
 }
 
 }  // namespace
@@ -302,8 +307,8 @@ Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace
   const cp::Carry carry{workspace.chains, workspace.order, workspace.cells, static_cast<int32_t>(params.P),
                         static_cast<int32_t>(workspace.capacity)};
   const ScanParams scan{params.S, params.M, carry, workspace.carries, params.in.Hv, slices};
-  return launch_kernel("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads, kChainBytes,
-                       stream, true, scan);
+  return launch_kernel("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads,
+                       sizeof(ChainMemory), stream, true, scan);
 }
 
 }  // namespace flash_qla::cuda::sm90::links

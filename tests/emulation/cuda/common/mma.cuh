@@ -63,26 +63,6 @@ void multiply_add_half_sum(uint32_t& low, uint32_t& high, const uint32_t (&a)[4]
   high = pack2<__half>(out.d[2], out.d[3]);
 }
 
-// Of tf32, of which a product reads the upper 19 bits.
-inline float from_tf32(uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); }
-inline ProductOut multiply_add_tf32(const ProductIn& operands, cuda_emulation::Where where) {
-  const auto product = [](const ProductIn* in, ProductOut* out) {
-    ++cuda_emulation::counters().products;
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        double sum = static_cast<double>(in[lane].d[i]);
-        for (int k = 0; k < 8; ++k) {
-          const float a = from_tf32(in[row % 8 * 4 + k % 4].a[row / 8 + k / 4 * 2]);
-          sum += static_cast<double>(a) * static_cast<double>(from_tf32(in[column * 4 + k % 4].b[k / 4]));
-        }
-        out[lane].d[i] = static_cast<float>(sum);
-      }
-    }
-  };
-  return cuda_emulation::collective<ProductOut>("mma_m16n8k8_tf32", where, 0xffffffffu, operands, product);
-}
-
 }  // namespace emulated
 
 template <typename T>
@@ -114,24 +94,6 @@ inline void mma_m16n8k16_half_sum(uint32_t& low, uint32_t& high, uint32_t a0, ui
 inline void mma_m16n8k8_half_sum(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1, uint32_t b,
                                  cuda_emulation::Where where = cuda_emulation::Where::current()) {
   emulated::multiply_add_half_sum<8>(low, high, {a0, a1, 0u, 0u}, {b, 0u}, "mma_m16n8k8_half_sum", where);
-}
-
-struct TwoParts {
-  uint32_t high, low;
-};
-inline uint32_t round_to_tf32(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
-}
-inline TwoParts split_in_two(float x) {
-  const uint32_t high = round_to_tf32(x);
-  return {high, round_to_tf32(x - __uint_as_float(high))};
-}
-inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                             cuda_emulation::Where where = cuda_emulation::Where::current()) {
-  const emulated::ProductIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
-  const emulated::ProductOut out = emulated::multiply_add_tf32(in, where);
-  for (int i = 0; i < 4; ++i) d[i] = out.d[i];
 }
 
 }  // namespace flash_qla::cuda
