@@ -148,6 +148,7 @@ static_assert(std::is_trivially_copyable_v<Args>);
 struct Maps {
   CUtensorMap q, k, v, d_o, dv, A, dq, dk;
   CUtensorMap state_grads;  // dims (64, 64 of V, 2 halves of V, 2 halves of K, states)
+  CUtensorMap edges;        // with segments alone: fp32, dims (32, 128 rows, 4 quarters of the columns, edges, 1)
 };
 
 }  // namespace flash_qla::cuda::sm90::bwd

@@ -145,6 +145,14 @@ cudaError_t make_map(const StridedTensor& t, int64_t B, int64_t T, int64_t halve
   return encode_tensor_map(map, t.type, t.data, dims, strides, box);
 }
 
+// A whole edge of segments at a time.
+cudaError_t make_edges_map(float* edges, int64_t count, CUtensorMap* map) {
+  const cuuint64_t dims[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(count), 1};
+  const cuuint64_t strides[4] = {kHeadDim * 4, 128, kHeadDim * kHeadDim * 4, kHeadDim * kHeadDim * 4};
+  const cuuint32_t box[5] = {32, kHeadDim, kHeadDim / 32, 1, 1};
+  return encode_tensor_map(map, DType::kFloat32, edges, dims, strides, box);
+}
+
 int32_t fastest_segment_chunks(const Args& p, int multiprocessors) {
   // In steps of a pass (about 1.2 us). Its numbers are fitted to the times of 30 calls of 4 to 16 value heads, 8,192
   // and 32,768 tokens in one to eight sequences, each with four to sixteen lengths of segments and none.
@@ -241,6 +249,9 @@ cudaError_t make_chunk_backward_maps(const Args& p, const StridedTensor& q, cons
   const StridedTensor state_grads = {p.state_grads, {kHeadDim * kHeadDim, kHeadDim, kHeadDim * kChunk, 1}, p.v.type};
   const int64_t grads = int64_t{p.grads_in_outputs ? p.N : p.pair_bound} * p.Hv;
   if (error == cudaSuccess) error = make_map(state_grads, grads, kChunk, 2, 2, &maps->state_grads);
+  if (error == cudaSuccess && p.segment_chunks > 0) {
+    error = make_edges_map(p.edges, int64_t{p.segment_bound} * p.Hv * kEdgesOfSegment, &maps->edges);
+  }
   if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
   if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
   return error;
@@ -294,14 +305,11 @@ cudaError_t launch_rounds(const Args& p, int multiprocessors, cudaStream_t strea
   return launch_chained(sm90_chunk_bwd_rounds_kernel, 1, kRoundsThreads, 0, stream, p, multiprocessors);
 }
 
-cudaError_t launch_scan(const Args& p, int multiprocessors, cudaStream_t stream) {
-  // A multiprocessor to a block. Two would share those that the first round leaves first, and take twice as long beside
-  // others that are idle.
-  constexpr uint32_t kMoreThanHalf = 116 * 1024;
-  static_assert(sizeof(cp::ChainMemory) <= kMoreThanHalf);
-  const int64_t most = int64_t{2} * p.N * p.Hv * cp::kChainSlices;
+cudaError_t launch_scan(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
+  using Traits = ScanTraits;
+  const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
   return launch_chained(sm90_chunk_bwd_scan_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
-                        cp::kChainThreads, kMoreThanHalf, stream, p);
+                        Traits::kThreads, Traits::kBytes, stream, p, maps);
 }
 
 cudaError_t launch_chunk_backward(const Args& params, const Maps& maps, const Parts& stage, cudaStream_t stream) {

@@ -46,7 +46,7 @@ cudaError_t launch_states(const Args& p, const Maps& maps, int multiprocessors, 
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_scan(p, multiprocessors, stream));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_scan(p, maps, multiprocessors, stream));
   return launch(4 * pieces, true);
 }
 

@@ -57,7 +57,7 @@ cudaError_t make_chunk_backward_maps(const Args& params, const StridedTensor& q,
 
 // Start the kernels before the passes over segments and between their two rounds (scan.cuh).
 cudaError_t launch_rounds(const Args& params, int multiprocessors, cudaStream_t stream);
-cudaError_t launch_scan(const Args& params, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_scan(const Args& params, const Maps& maps, int multiprocessors, cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const Args& params, const Maps& maps, const Parts& stage, cudaStream_t stream);

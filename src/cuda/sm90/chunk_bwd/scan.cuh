@@ -3,9 +3,7 @@
 #pragma once
 
 #include "cuda/common/block_scan.cuh"
-#include "cuda/common/dynamic_shared.cuh"
 #include "cuda/sm90/chunk_bwd/segments.cuh"
-#include "cuda/sm90/context_parallel/chain_scan.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
@@ -128,62 +126,190 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   wait_for_predecessors();
 }
 
+struct ScanTraits {
+  static constexpr int kThreads = 256, kWarps = kThreads / 32;
+  static constexpr int kColumns = 8;  // of V, a block: 16 blocks share the reading of M
+  static constexpr int kColumnBlocks = kHeadDim / kColumns;
+  static constexpr int kFlags = kThreads;  // longer chains are taken in pieces of so many segments
+
+  // M's of the segments to come, [4 quarters of the columns][128 rows][32], swizzled: lanes read a row's columns, or 16
+  // bytes of a row each, without bank conflicts. In the place of the one just used the warps' parts of the product.
+  static constexpr int kStages = 3;
+  static constexpr uint32_t kQuarter = kHeadDim * 128;
+  static constexpr uint32_t kStage = 4 * kQuarter;
+  static constexpr uint32_t kPart = kHeadDim * kColumns * 4;  // of a warp: [2 halves of the columns][128 of K][4]
+  static_assert(kWarps * kPart <= kStage);
+  static constexpr uint32_t kState = kStages * kStage;  // what enters, as a part
+  static constexpr uint32_t kBarriers = kState + kPart;
+  static constexpr uint32_t kBytes = 1024 + kBarriers + kStages * 8;  // 1024: the swizzle's alignment, made up by hand
+};
+
+// One warp's part of a product, 16 of the 128 terms of each sum. acc[a][v]: row lane + 32 a.
+template <bool kReverse>
+__device__ __forceinline__ void add_terms(float (&acc)[4][ScanTraits::kColumns], uint32_t sM, uint32_t sX, int warp,
+                                          int lane) {
+  using Traits = ScanTraits;
+  constexpr int kTerms = kHeadDim / Traits::kWarps;
+  // M is stored by columns: its row for the forward pass, its column for the reverse one.
+#pragma unroll 1
+  for (int first = warp * kTerms; first < (warp + 1) * kTerms; first += 4) {
+    float m[4][4];
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+      if constexpr (kReverse) {
+        const uint32_t quarter = sM + first / 32 * Traits::kQuarter;
+        const float4 four = load_shared_f4(tile_piece(quarter, lane + 32 * a, first % 32 / 4));
+        m[a][0] = four.x;
+        m[a][1] = four.y;
+        m[a][2] = four.z;
+        m[a][3] = four.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          m[a][i] = load_shared_f1(tile_piece(sM + a * Traits::kQuarter, first + i, lane / 4) + lane % 4 * 4);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 x = load_shared_f4(sX + (half * kHeadDim + first + i) * 16);
+#pragma unroll
+        for (int a = 0; a < 4; ++a) {
+          acc[a][4 * half] += m[a][i] * x.x;
+          acc[a][4 * half + 1] += m[a][i] * x.y;
+          acc[a][4 * half + 2] += m[a][i] * x.z;
+          acc[a][4 * half + 3] += m[a][i] * x.w;
+        }
+      }
+    }
+  }
+}
+
 // F and R become what leaves each segment, in the chains that the rounds kernel has listed: (sequence, value head,
-// direction), a block 16 columns of V. Where an edge between exact ones warms up, the chain begins again.
-__global__ __launch_bounds__(cp::kChainThreads, 1) void sm90_chunk_bwd_scan_kernel(const Args p) {
+// direction), a block some columns of V.
+__global__ __launch_bounds__(ScanTraits::kThreads,
+                             1) void sm90_chunk_bwd_scan_kernel(const Args p, const __grid_constant__ Maps maps) {
   launch_dependents();
-  cp::ChainMemory& memory = *dynamic_shared<cp::ChainMemory>();
-  const cp::ChainPlace at;
-  const int lane = threadIdx.x % 32, items = *p.chain_count * cp::kChainSlices;
+  using Traits = ScanTraits;
+  extern __shared__ uint8_t raw[];
+  __shared__ bool needed[Traits::kFlags];
+  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u, sX = smem + Traits::kState;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  auto barrier = [&](uint32_t turn) { return smem + Traits::kBarriers + turn % Traits::kStages * 8; };
+  if (thread == 0) {
+    for (uint32_t stage = 0; stage < Traits::kStages; ++stage) mbarrier_init(barrier(stage), 1);
+    mbarrier_init_fence();
+  }
+  uint32_t loaded = 0, used = 0;  // M's
+  // A thread's results: four columns of one row.
+  const int k = thread / 2, half = thread % 2;
+
+  const int items = *p.chain_count * Traits::kColumnBlocks;
   bool waited = false;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int chain = p.chains[item / cp::kChainSlices], v0 = item % cp::kChainSlices * cp::kChainColumns;
+    const int chain = p.chains[item / Traits::kColumnBlocks], v0 = item % Traits::kColumnBlocks * Traits::kColumns;
     const bool reverse = chain % 2 == 1;
     const int head = chain / 2 % p.Hv, first = p.first_segment[chain / 2 / p.Hv];
     Segment s;
     if (!find_segment(p, first, &s)) continue;
     const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
-    const int direction = reverse ? -1 : 1, begin = reverse ? first + s.count - 1 : first;
-    const auto matrix = [&](int turn, Edge e) {
-      return p.edges + edge_index(p, begin + direction * turn, head, e) * cp::kMatrix;
-    };
-    const auto load = [&](int turn, cp::ChainShare& columns) {
-      const float* from = matrix(turn, edge) + v0 * kHeadDim + at.row;
-#pragma unroll
-      for (int i = 0; i < cp::kChainColumns; ++i) columns[i] = from[i * kHeadDim];
-    };
-    const int64_t stride = direction * (edge_index(p, 1, 0, edge) - edge_index(p, 0, 0, edge)) * cp::kMatrix;
-    // Every warp finds out which of the next 32 segments are passed through.
-    for (int base = 1; base + 1 < s.count; base += 32) {
-      bool passed = false;
-      if (base + lane + 1 < s.count) {
-        const Warmups warmups = warmups_at(p, begin + direction * (base + lane), head, reverse);
-        passed = warmups.own == kExact && warmups.next == kExact;
+    auto slab = [&](int segment, Edge e) { return p.edges + edge_index(p, segment, head, e) * (kHeadDim * kHeadDim); };
+    const int last = first + s.count - 1, direction = reverse ? -1 : 1;
+
+    int entered = -1;  // the segment whose result is in shared memory
+    for (int base = 1; base + 1 < s.count; base += Traits::kFlags) {
+      const int turns = min(Traits::kFlags, s.count - 1 - base);
+      auto segment_of = [&](int turn) { return reverse ? last - base - turn : first + base + turn; };
+      __syncthreads();
+      if (thread < turns) {
+        const int segment = segment_of(thread);
+        const Warmups warmups = warmups_at(p, segment, head, reverse);
+        needed[thread] = warmups.own == kExact && warmups.next == kExact;
       }
-      uint64_t left = __ballot_sync(0xffffffffu, passed);
       if (!waited) wait_for_predecessors();
       waited = true;
-      for (int turn = base; left != 0;) {
-        const int skipped = __ffsll(static_cast<long long>(left)) - 1;
-        const int steps = __ffsll(static_cast<long long>(~(left >> skipped))) - 1;
-        turn += skipped;
-        cp::ChainShare state;
-        load(turn - 1, state);
-        const auto add = [&](int32_t step, cp::ChainShare& added) { load(turn + step, added); };
-        const auto leave = [&](int32_t step, const cp::ChainShare& columns) {
-          float* to = matrix(turn + step, edge) + v0 * kHeadDim + at.row;
-#pragma unroll
-          for (int i = 0; i < cp::kChainColumns; ++i) to[i * kHeadDim] = columns[i];
-        };
-        // M is kept by columns, the rows of M^T, by which the reverse pass multiplies.
-        const float* transitions = matrix(turn, kEdgeTransition);
-        if (reverse) {
-          cp::scan_chain<cp::ChainRows::kOwn>(memory, transitions, stride, steps, state, add, leave);
-        } else {
-          cp::scan_chain(memory, transitions, stride, steps, state, add, leave);
+      __syncthreads();
+      auto next_needed = [&](int turn) {
+        while (turn < turns && !needed[turn]) ++turn;
+        return turn;
+      };
+      int ahead = next_needed(0);
+      auto load_next = [&] {
+        if (ahead >= turns) return;
+        const uint32_t to = smem + loaded % Traits::kStages * Traits::kStage;
+        if (thread == 0) {
+          // Row by row it would take 1.2 us to ask for, which everybody would wait for.
+          mbarrier_arrive_expect(barrier(loaded), Traits::kStage);
+          tma_load_5d(to, &maps.edges, barrier(loaded), 0, 0, 0,
+                      static_cast<int>(edge_index(p, segment_of(ahead), head, kEdgeTransition)), 0);
         }
-        turn += steps;
-        left >>= skipped + steps;
+        ++loaded;
+        ahead = next_needed(ahead + 1);
+      };
+      for (int i = 0; i < Traits::kStages; ++i) load_next();
+      float own[4];
+      auto fetch_own = [&](int turn) {
+        if (turn >= turns) return;
+        const float* from = slab(segment_of(turn), edge) + (v0 + 4 * half) * kHeadDim + k;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[i] = from[i * kHeadDim];
+      };
+      int turn = next_needed(0);
+      fetch_own(turn);
+      while (turn < turns) {
+        const int segment = segment_of(turn);
+        if (entered != segment - direction) {
+          const float* enters = slab(segment - direction, edge) + (v0 + 4 * half) * kHeadDim + k;
+          store_shared_u4(sX + (half * kHeadDim + k) * 16,
+                          make_uint4(__float_as_uint(enters[0]), __float_as_uint(enters[kHeadDim]),
+                                     __float_as_uint(enters[2 * kHeadDim]), __float_as_uint(enters[3 * kHeadDim])));
+          __syncthreads();
+        }
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = own[i];
+        turn = next_needed(turn + 1);
+        fetch_own(turn);  // while this one is worked on
+
+        const uint32_t stage = smem + used % Traits::kStages * Traits::kStage;
+        float acc[4][Traits::kColumns] = {};
+        mbarrier_wait(barrier(used), used / Traits::kStages % 2);
+        if (reverse) {
+          add_terms<true>(acc, stage, sX, warp, lane);
+        } else {
+          add_terms<false>(acc, stage, sX, warp, lane);
+        }
+        ++used;
+        __syncthreads();
+#pragma unroll
+        for (int a = 0; a < 4; ++a) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            store_shared_u4(stage + warp * Traits::kPart + (h * kHeadDim + lane + 32 * a) * 16,
+                            make_uint4(__float_as_uint(acc[a][4 * h]), __float_as_uint(acc[a][4 * h + 1]),
+                                       __float_as_uint(acc[a][4 * h + 2]), __float_as_uint(acc[a][4 * h + 3])));
+          }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < Traits::kWarps; ++w) {
+          const float4 part = load_shared_f4(stage + w * Traits::kPart + (half * kHeadDim + k) * 16);
+          sum[0] += part.x;
+          sum[1] += part.y;
+          sum[2] += part.z;
+          sum[3] += part.w;
+        }
+        store_shared_u4(sX + (half * kHeadDim + k) * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                                                    __float_as_uint(sum[2]), __float_as_uint(sum[3])));
+        entered = segment;
+        fence_proxy_async();  // the next M but two comes where the parts are
+        __syncthreads();
+        load_next();
+        float* leaves = slab(segment, edge) + (v0 + 4 * half) * kHeadDim + k;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) leaves[i * kHeadDim] = sum[i];
       }
     }
   }

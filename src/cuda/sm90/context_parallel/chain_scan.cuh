@@ -1,5 +1,5 @@
-// X <- M X + B along the segments of a chain, in fp32: of links (links/link_chains.cu), of states at cuts from what
-// links have left (carry.cu), and of the backward's (chunk_bwd/scan.cuh).
+// X <- M X + B along the segments of a chain, in fp32: of links (links/link_chains.cu), and of states at cuts from what
+// links have left (carry.cu).
 //
 // Warps share the sum of a product: each takes 32 columns of M, and of X the rows that they meet, for all of X's
 // elements, and the warps' parts are added through shared memory. Where memory has rows of M, a warp takes 32 of them,
