@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kChainThreads, 2) enter_carried_kernel(const _
       }
     }
     scan_chain(
-        *dynamic_shared<ChainMemory>(), matrix(is_affine ? p.carry.entering_cell(chain, segment) : 0), kMatrix,
+        *dynamic_shared<ChainMemory>(), matrix(is_affine ? p.carry.entering_cell(chain, segment) : 0),
         is_affine ? 1 : 0, state, [&](int32_t, ChainShare& added) { left(added); }, [](int32_t, const ChainShare&) {});
     float* to = p.cut_states + static_cast<int64_t>(chain.state_cell(segment)) * kMatrix;
 #pragma unroll

@@ -2,10 +2,9 @@
 // links have left (carry.cu).
 //
 // Warps share the sum of a product: each takes 32 columns of M, and of X the rows that they meet, for all of X's
-// elements, and the warps' parts are added through shared memory. Where memory has rows of M, a warp takes 32 of them,
-// and its lanes share the sum. So a thread has 8 x 8 sums, and reads two values from shared memory for eight products.
-// With a thread to eight sums, which need no adding, nine values for eight products are read, and a step takes as long
-// as that: 9,200 clocks against 2,048 of arithmetic.
+// elements, and the warps' parts are added through shared memory. So a thread has 8 x 8 sums, and reads two values from
+// shared memory for eight products. With a thread to eight sums, which need no adding, nine values for eight products
+// are read, and a step takes as long as that: 9,200 clocks against 2,048 of arithmetic.
 #pragma once
 
 #include "cuda/common/cp_async.cuh"
@@ -31,9 +30,6 @@ static_assert(kHeadDim / kSumRows * (kChainColumns / kSumColumns) == 32);  // a 
 // a multiprocessor. Two blocks fit, so that those without segments delay few.
 inline constexpr int kWarpRows = kHeadDim / kChainWarps;
 inline constexpr int kTileRows = 8, kTiles = kWarpRows / kTileRows;
-// Of M's own rows a tile is 32 columns of each of the warp's 32, of which a lane multiplies eight.
-inline constexpr int kTileColumns = 32;
-static_assert(kWarpRows * kTileColumns == kTileRows * kHeadDim && kHeadDim / kTileColumns == kTiles);
 inline constexpr int kChainStages = 3;
 
 struct alignas(16) ChainMemory {
@@ -58,50 +54,24 @@ __device__ __forceinline__ void load_four(float* to, const float* from) {
   to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
-// What lies side by side in memory: a row of M^T, or one of M.
-enum class ChainRows { kTransposed, kOwn };
-
-// Where a lane multiplies rows of M. A tile has them as 128 bytes each, in pieces of 16 that are permuted so that the
-// eight lanes which read at once meet all banks: they are two terms by four rows, and then share two pieces of X.
-struct OwnRowsPlace {
-  int lane = static_cast<int>(threadIdx.x) % 32;
-  int part = lane % 2 + lane / 16 * 2;  // of a sum's terms: pieces part and part + 4 of a row
-  // The rows 4r .. 4r + 3 and 16 more of the thread's sums. Odd parts have these first: parts are stored together.
-  int row = lane / 2 % 4 * 4 + part % 2 * 16, far_row = row ^ 16;
-  int column = lane / 8 % 2 * kSumColumns;
-  static constexpr int position(int row, int piece) { return row * kTileColumns + 4 * (piece ^ (row / 4 % 4 * 2)); }
-};
-
-// `steps` of them, by a block. transitions: M^T of the first step, or with kOwn M; those of the others `stride`
-// elements further each. add(step, share): the thread's share of B; after(step, share): of what X then is.
-template <ChainRows kRows = ChainRows::kTransposed, typename Add, typename After>
-__device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transitions, int64_t stride, int32_t steps,
-                                           ChainShare& state, const Add& add, const After& after) {
-  constexpr bool kOwnRows = kRows == ChainRows::kOwn;
+// `steps` of them, by a block. transitions: M^T (going backward M) of the first step, those of the others follow it.
+// add(step, share): the thread's share of B; after(step, share): of what X then is.
+template <typename Add, typename After>
+__device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transitions, int32_t steps, ChainShare& state,
+                                           const Add& add, const After& after) {
   const ChainPlace at;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   // The rows 4r .. 4r + 3 and 64 more of the thread's sums: a quarter of a warp then reads 128 bytes side by side.
   constexpr int kFarRows = kHeadDim / 2;
   const int row = lane % (kHeadDim / kSumRows) * 4, column = lane / (kHeadDim / kSumRows) * kSumColumns;
-  const OwnRowsPlace own;
   const int32_t tiles = steps * kTiles;
   const auto fetch = [&](int32_t tile) {
     if (tile < tiles) {
-      const float* from = transitions + static_cast<int64_t>(tile / kTiles) * stride + warp * kWarpRows * kHeadDim;
-      const uint32_t to = smem_address(s.tiles[warp][tile % kChainStages]);
-      if constexpr (kOwnRows) {
-        from += lane / 8 * kHeadDim + tile % kTiles * kTileColumns + lane % 8 * 4;
+      const float* from = transitions + static_cast<int64_t>(tile / kTiles) * kMatrix +
+                          (warp * kWarpRows + tile % kTiles * kTileRows) * kHeadDim + 4 * lane;
+      const uint32_t to = smem_address(s.tiles[warp][tile % kChainStages]) + 16 * lane;
 #pragma unroll
-        for (int j = 0; j < kTileRows; ++j) {
-          cp_async_16(to + sizeof(float) * OwnRowsPlace::position(4 * j + lane / 8, lane % 8), from + 4 * j * kHeadDim);
-        }
-      } else {
-        from += tile % kTiles * kTileRows * kHeadDim + 4 * lane;
-#pragma unroll
-        for (int j = 0; j < kTileRows; ++j) {
-          cp_async_16(to + 16 * lane + sizeof(float) * kHeadDim * j, from + kHeadDim * j);
-        }
-      }
+      for (int j = 0; j < kTileRows; ++j) cp_async_16(to + sizeof(float) * kHeadDim * j, from + kHeadDim * j);
     }
     cp_async_commit();
   };
@@ -110,24 +80,7 @@ __device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transiti
     __syncwarp();  // all lanes' copies of the tile are there, the state too; the tile before has been read
     fetch(tile + kChainStages - 1);
   };
-  float fours[2][kSumRows][4];  // of M's own rows four columns at a time, and the next four
   const auto load = [&](ChainOperands& to, int32_t tile, int j) {
-    if constexpr (kOwnRows) {
-      const float* m = s.tiles[warp][tile % kChainStages][0];
-      const auto load_fours = [&](int r, int four) {
-        load_four(fours[four][r], m + own.position((r < 4 ? own.row : own.far_row) + r % 4, own.part + 4 * four));
-      };
-#pragma unroll
-      for (int r = 0; r < kSumRows; ++r) {
-        if (j == 0) load_fours(r, 0);
-        if (j == r / 2 + 1) load_fours(r, 1);  // spread over the products with the four before
-        to.m[r] = fours[j / 4][r][j % 4];
-      }
-      const int term = tile % kTiles * kTileColumns + (own.part + j / 4 * 4) * 4 + j % 4;
-      load_four(to.x, s.state[term] + own.column);
-      load_four(to.x + 4, s.state[term] + own.column + 4);
-      return;
-    }
     const float* m = s.tiles[warp][tile % kChainStages][j] + row;
     const float* x = s.state[warp * kWarpRows + tile % kTiles * kTileRows + j] + column;
     load_four(to.m, m);
@@ -144,7 +97,6 @@ __device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transiti
     for (int i = 0; i < kChainColumns; i += 4) {
       *reinterpret_cast<float4*>(&s.state[at.row][i]) = make_float4(state[i], state[i + 1], state[i + 2], state[i + 3]);
     }
-    if constexpr (kOwnRows) __syncthreads();  // a warp takes all of X
     float sums[kSumColumns][kSumRows] = {};
     // A row's operands are read while the products of the row before are made: a scheduler has no other warp.
     ChainOperands operands[2];
@@ -171,10 +123,9 @@ __device__ __forceinline__ void scan_chain(ChainMemory& s, const float* transiti
     __syncthreads();  // the sums of the step before have been read
 #pragma unroll
     for (int c = 0; c < kSumColumns; ++c) {
-      float* to = kOwnRows ? s.sums[own.part][own.column + c] + warp * kWarpRows : s.sums[warp][column + c];
-      const int near = kOwnRows ? own.row : row, far = kOwnRows ? own.far_row : row + kFarRows;
-      *reinterpret_cast<float4*>(to + near) = make_float4(sums[c][0], sums[c][1], sums[c][2], sums[c][3]);
-      *reinterpret_cast<float4*>(to + far) = make_float4(sums[c][4], sums[c][5], sums[c][6], sums[c][7]);
+      float* to = s.sums[warp][column + c] + row;
+      *reinterpret_cast<float4*>(to) = make_float4(sums[c][0], sums[c][1], sums[c][2], sums[c][3]);
+      *reinterpret_cast<float4*>(to + kFarRows) = make_float4(sums[c][4], sums[c][5], sums[c][6], sums[c][7]);
     }
     __syncthreads();
 #pragma unroll

@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __gr
   if (wanted) load(transition ? chain.transition_cell(0) : chain.state_cell(0), state);
   // Rows of M^T; going backward of M. Cells hold that, so that lanes read side by side.
   scan_chain(
-      *dynamic_shared<ChainMemory>(), cell(chain.transition_cell(1)), kMatrix, wanted ? chain.segments - 1 : 0, state,
+      *dynamic_shared<ChainMemory>(), cell(chain.transition_cell(1)), wanted ? chain.segments - 1 : 0, state,
       [&](int32_t step, ChainShare& added) {
         if (!transition) load(chain.state_cell(1 + step), added);
       },
