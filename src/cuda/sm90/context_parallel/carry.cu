@@ -2,9 +2,9 @@
 // planner's last one waits for both, so that items find these states.
 #include <cuda_runtime.h>
 
-#include "cuda/common/bulk.cuh"
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/overlap.cuh"
 #include "cuda/sm90/context_parallel/chain_scan.cuh"
 #include "cuda/sm90/context_parallel/cut_states.cuh"
 #include "cuda/sm90/context_parallel/plan_args.h"

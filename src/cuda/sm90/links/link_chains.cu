@@ -223,11 +223,8 @@ static_assert(std::is_trivially_copyable_v<ScanParams>);
 __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __grid_constant__ ScanParams p) {
   launch_dependents();
   wait_for_predecessors();
-  // As two blocks that begin on a multiprocessor have numbers in a row, every other one takes work from the end: of
-  // chains that are not cut, as far as there are any.
-  const auto block = static_cast<int32_t>(blockIdx.x), last = static_cast<int32_t>(gridDim.x) - 1;
-  const int32_t work = block % 2 == 0 ? block / 2 : last - block / 2;
-  const int32_t slice = work % p.slices, index = p.carry.order[work / p.slices];
+  const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
+  const int32_t index = p.carry.order[static_cast<int32_t>(blockIdx.x) / p.slices];
   const bool transition = slice >= kChainSlices;
   const ChainPlace at;
   const int column0 = slice % kChainSlices * kChainColumns;
