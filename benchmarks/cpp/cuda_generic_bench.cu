@@ -123,40 +123,12 @@ class Bench : DeviceBench {
     print(what, time_op<ChunkBackward>(backward, 1), backward_bound, 0.0);
   }
 
-  void decode(int64_t batch, int64_t T, DType state, bool v_first, double bound) {
-    constexpr int64_t kHq = 16, kHv = 32, kDim = 128;
-    constexpr DType kType = DType::kBFloat16;
-    arena_.reset();
-    ForwardArguments args;
-    args.q = draw(kType, {batch, T, kHq, kDim}, -1.f, 1.f);
-    args.k = draw(kType, {batch, T, kHq, kDim}, -1.f, 1.f);
-    args.v = draw(kType, {batch, T, kHv, kDim}, -1.f, 1.f);
-    args.g = draw(kType, {batch, T, kHv}, -1.f, 1.f);
-    args.beta = draw(kType, {batch, T, kHv}, -1.f, 1.f);
-    args.A_log = draw(DType::kFloat32, {kHv}, -2.f, 1.f);
-    args.dt_bias = draw(DType::kFloat32, {kHv}, -1.f, 1.f);
-    args.o = draw(kType, {batch, T, kHv, kDim}, -1.f, 1.f);
-    args.state_pool = draw(state, {batch, kHv, kDim, kDim}, -0.1f, 0.1f);
-    args.initial_state_indices = tensor(arena_.take(static_cast<size_t>(batch) * 4), DType::kInt32, {batch});
-    count_kernel<<<1, 256, 0, stream_>>>(static_cast<int32_t*>(args.initial_state_indices.data), batch);
-    args.options.state_v_first = v_first;
-    args.options.use_qk_l2norm_in_kernel = 1;
-    args.options.use_gate_in_kernel = 1;
-    args.options.use_beta_sigmoid_in_kernel = 1;
-    args.options.path = "cuda_decode";
-    char what[96];
-    std::snprintf(what, sizeof(what), "decode    batch %lld  T %lld  %s states [%s]", static_cast<long long>(batch),
-                  static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16", v_first ? "V, K" : "K, V");
-    print(what, time_op<Recurrent>(args, 20), bound, states_bytes(batch, size_of(state)));
-  }
-
-  // T draft tokens of each of `batch` sequences: chains, or trees of eight.
-  void verify(int64_t heads, int64_t batch, int64_t T, DType state, bool tree) {
+  // T tokens of each of `batch` sequences, raw gates, and a row of the pool for each.
+  template <class Arguments>
+  void draw_tokens(Arguments& args, const char* path, int64_t batch, int64_t T, int64_t key_heads, int64_t heads,
+                   DType state) {
     constexpr int64_t kDim = 128;
     constexpr DType kType = DType::kBFloat16;
-    const int64_t key_heads = heads / 2;
-    arena_.reset();
-    VerifyArguments args;
     args.q = draw(kType, {batch, T, key_heads, kDim}, -1.f, 1.f);
     args.k = draw(kType, {batch, T, key_heads, kDim}, -1.f, 1.f);
     args.v = draw(kType, {batch, T, heads, kDim}, -1.f, 1.f);
@@ -166,11 +138,34 @@ class Bench : DeviceBench {
     args.dt_bias = draw(DType::kFloat32, {heads}, -1.f, 1.f);
     args.o = draw(kType, {batch, T, heads, kDim}, -1.f, 1.f);
     args.state_pool = draw(state, {batch, heads, kDim, kDim}, -0.1f, 0.1f);
+    args.initial_state_indices = tensor(arena_.take(static_cast<size_t>(batch) * 4), DType::kInt32, {batch});
+    count_kernel<<<1, 256, 0, stream_>>>(static_cast<int32_t*>(args.initial_state_indices.data), batch);
+    args.options.use_qk_l2norm_in_kernel = 1;
+    args.options.use_gate_in_kernel = 1;
+    args.options.use_beta_sigmoid_in_kernel = 1;
+    args.options.path = path;
+  }
+
+  void decode(int64_t batch, int64_t T, DType state, bool v_first, double bound) {
+    arena_.reset();
+    ForwardArguments args;
+    draw_tokens(args, "cuda_decode", batch, T, 16, 32, state);
+    args.options.state_v_first = v_first;
+    char what[96];
+    std::snprintf(what, sizeof(what), "decode    batch %lld  T %lld  %s states [%s]", static_cast<long long>(batch),
+                  static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16", v_first ? "V, K" : "K, V");
+    print(what, time_op<Recurrent>(args, 20), bound, states_bytes(batch, size_of(state)));
+  }
+
+  // T draft tokens of each of `batch` sequences: chains, or trees of eight.
+  void verify(int64_t heads, int64_t batch, int64_t T, DType state, bool tree) {
+    constexpr int64_t kDim = 128;
+    arena_.reset();
+    VerifyArguments args;
+    draw_tokens(args, "cuda_verify", batch, T, heads / 2, heads, state);
     args.states_out = tensor(nullptr, state, {batch, T, heads, kDim, kDim});
     const int64_t elements = batch * T * heads * kDim * kDim;
     args.states_out.data = arena_.take(static_cast<size_t>(elements * size_of(state)));
-    args.initial_state_indices = tensor(arena_.take(static_cast<size_t>(batch) * 4), DType::kInt32, {batch});
-    count_kernel<<<1, 256, 0, stream_>>>(static_cast<int32_t*>(args.initial_state_indices.data), batch);
     if (tree) {
       const std::vector<int32_t> parents = {-1, 0, 0, 1, 1, 2, 2, 3};
       args.parents = tensor(arena_.take(static_cast<size_t>(batch * T) * 4), DType::kInt32, {batch, T});
@@ -181,10 +176,6 @@ class Bench : DeviceBench {
       }
     }
     args.options.state_v_first = 1;
-    args.options.use_qk_l2norm_in_kernel = 1;
-    args.options.use_gate_in_kernel = 1;
-    args.options.use_beta_sigmoid_in_kernel = 1;
-    args.options.path = "cuda_verify";
     const double ms = time_op<Verify>(args, 20);
     std::printf("verify    heads %2lld  batch %2lld  T %lld  %s states%s %9.2f us\n", static_cast<long long>(heads),
                 static_cast<long long>(batch), static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16",
@@ -202,6 +193,10 @@ int main(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::string(argv[i]) == "--reps") reps = std::atoi(argv[i + 1]);
     if (std::string(argv[i]) == "--only") only = argv[i + 1];
+  }
+  if (!only.empty() && only != "prefill" && only != "decode" && only != "steps" && only != "verify") {
+    std::fprintf(stderr, "--only names no group: %s\n", only.c_str());
+    return 2;
   }
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {

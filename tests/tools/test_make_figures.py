@@ -155,3 +155,9 @@ def test_runs_of_other_packages_tests_are_a_table_with_what_failed():
     assert "| none | no: this library was not called |" in text
     assert text.endswith("- `low_level`, a.py::test: it broke\n")
     assert peer_tests_page.table([]) == "No run has been recorded yet.\n"
+
+
+def test_cases_of_two_commits_are_not_added_up():
+    again = {**PART, "commit": "def", "cases": 3, "failed": 0}
+    text = ladder.ran("card_reliability", {**RECORD, "commits": ["def", "abc"], "pytest": [again, PART, OTHER]})
+    assert "commit def, 3 cases of the Python tests, 0 failed" in text and "; commit abc, 13 cases of the Python tests, 1 failed" in text

@@ -26,15 +26,20 @@ def ran(name: str, record: dict) -> str:
     """How many of the tests have run, and whether it passed."""
     # The tests' own commits: those of other programs stand beside these.
     commits = list(dict.fromkeys(part["commit"] for part in record["pytest"] if "commit" in part)) or record["commits"]
-    text = f"On an {record['machine']}, commit {', '.join(commits)}, {record['date']}: "
+    text = f"On an {record['machine']}, {record['date']}: "
     if name in EARLIER:
-        return text + (
+        return text + f"commit {', '.join(commits)}: " + (
             f"{record['summary']['cases']} cases of tests, device programs and `check`, {record['summary']['failed']} failed. This record is "
             "of an earlier version, which does not say which path has computed a case: no requirement counts as passed by `sm90` until it is made "
             "again."
         )
-    cases, failed, expected, skipped = (sum(part[key] for part in record["pytest"]) for key in ("cases", "failed", "expected_failures", "skipped"))
-    return f"{text}{cases} cases of the Python tests, {failed} failed, {expected} more failed as expected, {skipped} skipped."
+    # Of each commit by itself: a later one may have run some of an earlier one's tests again.
+    runs = []
+    for commit in commits:
+        parts = [part for part in record["pytest"] if part.get("commit", commit) == commit]
+        cases, failed, expected, skipped = (sum(part[key] for part in parts) for key in ("cases", "failed", "expected_failures", "skipped"))
+        runs.append(f"commit {commit}, {cases} cases of the Python tests, {failed} failed, {expected} more failed as expected, {skipped} skipped")
+    return f"{text}{'; '.join(runs)}."
 
 
 def ladder(records: dict) -> str:

@@ -19,16 +19,11 @@ constexpr int kThreads = 256;
 constexpr int kSlice = 16;  // columns of a block: 8 blocks a head of 128 columns, 256 of 32 heads
 constexpr int kRowGroups = kThreads / kSlice;
 constexpr int kTile = 32;  // columns of M in shared memory at once: a warp's lanes
-constexpr int kWarps = kThreads / kTile;
-// Of K up to kMost; most calls have this one. With 512 alone, whose instructions are four times as many, two links of
-// K = 128 took 21 us for 18.
-constexpr int kUsualK = 128;
 // A thread has rows four at a time, which it reads at once: those of quad q are 4 (group + q kRowGroups) and behind.
-template <int kMost>
-constexpr int kRowQuads = kMost / (4 * kRowGroups);
-// And its elements of a tile on their way from memory, while it works on the tile before.
-template <int kMost>
-constexpr int kTileQuads = kMost * kTile / (4 * kThreads);
+constexpr int kRowQuads = FLASH_QLA_MAX_HEAD_DIM / (4 * kRowGroups);
+// And 32 elements of a tile at most on their way from memory, while it works on the tile before.
+constexpr int kTileQuads = FLASH_QLA_MAX_HEAD_DIM * kTile / (4 * kThreads);
+constexpr int kWarps = kThreads / kTile;
 
 // Strides of links [L, C, Hv, rows, columns], or of results, whose first may be parts.
 struct LinkTensor {
@@ -72,11 +67,11 @@ struct alignas(16) Quad {
   Real x[4];
 };
 
-template <class Real, int kMost>
+template <class Real>
 struct Memory {
-  Real state[kMost][kSlice];
+  Real state[FLASH_QLA_MAX_HEAD_DIM][kSlice];
   // By column of M (M^T), whose rows lie side by side: four more keep stores of neighbouring columns' quads apart.
-  alignas(16) Real M[kTile][kMost + 4];
+  alignas(16) Real M[kTile][FLASH_QLA_MAX_HEAD_DIM + 4];
 };
 
 // One block's links.
@@ -96,7 +91,7 @@ struct Chain {
 
 // Tiles of M, or of M^T, one after another on their way through a thread's registers. Rows of M lie along its columns:
 // a warp's lanes read neighbours either way round.
-template <class Real, int kMost>
+template <class Real>
 class TilesOfM {
  public:
   __device__ TilesOfM(const LinkTensor& t, const Real* M, int K, bool transposed)
@@ -112,7 +107,7 @@ class TilesOfM {
     const int64_t step = transposed_ ? kWarps * inner_stride_ : outer_stride_;
     const Real* at = next_;
 #pragma unroll
-    for (int q = 0; q < kTileQuads<kMost>; ++q) {
+    for (int q = 0; q < kTileQuads; ++q) {
       const Real* from = at;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -123,9 +118,9 @@ class TilesOfM {
     }
     next_ += kTile * inner_stride_;
   }
-  __device__ void store(Memory<Real, kMost>& memory) const {
+  __device__ void store(Memory<Real>& memory) const {
 #pragma unroll
-    for (int q = 0; q < kTileQuads<kMost>; ++q) {
+    for (int q = 0; q < kTileQuads; ++q) {
       if (q * kTile >= K_) break;
       if (!transposed_) {
         *reinterpret_cast<Quad<Real>*>(&memory.M[inner(0)][outer(q, 0)]) = quads_[q];
@@ -143,7 +138,7 @@ class TilesOfM {
   __device__ int inner(int n) const { return transposed_ ? warp() + n * kWarps : lane(); }
   __device__ int outer(int q, int n) const { return q * kTile + (transposed_ ? lane() : 4 * warp() + n); }
 
-  Quad<Real> quads_[kTileQuads<kMost>];
+  Quad<Real> quads_[kTileQuads];
   const Real* next_;
   int64_t inner_stride_, outer_stride_;
   int K_;
@@ -151,21 +146,21 @@ class TilesOfM {
 };
 
 // state <- [S +] M state, or M^T state: columns [column0, column0 + kSlice) of the block.
-template <class Real, int kMost>
+template <class Real>
 __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transposed, bool adds, bool is_zero,
-                           int column0, Memory<Real, kMost>& memory) {
+                           int column0, Memory<Real>& memory) {
   const CombineParams& p = chain.p;
   const int column = threadIdx.x % kSlice, group = threadIdx.x / kSlice;
   const bool valid = column0 + column < p.columns;
   const int64_t link = chain.link(place);
-  TilesOfM<Real, kMost> tiles(p.M, at<const Real>(p.M, link, chain.stream, chain.head), p.K, transposed);
+  TilesOfM<Real> tiles(p.M, at<const Real>(p.M, link, chain.stream, chain.head), p.K, transposed);
   if (!is_zero) tiles.load(0);
   const auto row_of = [group](int q, int n) { return 4 * (group + q * kRowGroups) + n; };
-  Quad<Real> sum[kRowQuads<kMost>];
+  Quad<Real> sum[kRowQuads];
   const Real* S =
       at<const Real>(p.S, link, chain.stream, chain.head) + row_of(0, 0) * p.S.row + (column0 + column) * p.S.column;
 #pragma unroll
-  for (int q = 0; q < kRowQuads<kMost>; ++q) {
+  for (int q = 0; q < kRowQuads; ++q) {
     const Real* from = S;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -184,7 +179,7 @@ __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transpo
     for (int i = 0; i < count; ++i) {
       const Real x = memory.state[base + i][column];
 #pragma unroll
-      for (int q = 0; q < kRowQuads<kMost>; ++q) {
+      for (int q = 0; q < kRowQuads; ++q) {
         if (row_of(q, 0) >= p.K) continue;
         const auto m = *reinterpret_cast<const Quad<Real>*>(&memory.M[i][row_of(q, 0)]);
 #pragma unroll
@@ -194,7 +189,7 @@ __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transpo
   }
   __syncthreads();  // all have read the state
 #pragma unroll
-  for (int q = 0; q < kRowQuads<kMost>; ++q) {
+  for (int q = 0; q < kRowQuads; ++q) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (row_of(q, n) < p.K) memory.state[row_of(q, n)][column] = sum[q].x[n];
@@ -203,10 +198,10 @@ __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transpo
   __syncthreads();
 }
 
-template <class Real, int kMost>
+template <class Real>
 __global__ void __launch_bounds__(kThreads) summary_combine_kernel(const __grid_constant__ CombineParams p) {
   launch_dependents();
-  Memory<Real, kMost>& memory = *dynamic_shared<Memory<Real, kMost>>();
+  Memory<Real>& memory = *dynamic_shared<Memory<Real>>();
   const int slices = static_cast<int>(ceil_div(p.columns, kSlice));
   const int64_t rest = blockIdx.x / slices;
   const int column0 = static_cast<int>(blockIdx.x % slices) * kSlice;
@@ -258,7 +253,7 @@ __global__ void __launch_bounds__(kThreads) summary_combine_kernel(const __grid_
   }
 }
 
-template <class Real, int kMost>
+template <class Real>
 Status run_in(const Arguments& args, const CombineProblem& p, cudaStream_t stream) {
   CombineParams params{};
   params.S = link_tensor(args.S, true);
@@ -272,8 +267,8 @@ Status run_in(const Arguments& args, const CombineProblem& p, cudaStream_t strea
   params.backward = args.backward;
   const auto start = [&](const char* name, int64_t parts, int64_t columns) {
     params.columns = static_cast<int32_t>(columns);
-    return launch(name, summary_combine_kernel<Real, kMost>, parts * p.C * p.Hv * ceil_div(columns, kSlice), kThreads,
-                  sizeof(Memory<Real, kMost>), stream, params);
+    return launch(name, summary_combine_kernel<Real>, parts * p.C * p.Hv * ceil_div(columns, kSlice), kThreads,
+                  sizeof(Memory<Real>), stream, params);
   };
   if (present(args.state)) {
     params.place = device_tensor(args.place);
@@ -300,9 +295,7 @@ Status run(const Arguments& args, const CombineProblem& p, void*, void* stream) 
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (p.dtype == DType::kFloat64) return run_in<double, FLASH_QLA_MAX_HEAD_DIM>(args, p, cuda_stream);
-  if (p.K <= kUsualK) return run_in<float, kUsualK>(args, p, cuda_stream);
-  return run_in<float, FLASH_QLA_MAX_HEAD_DIM>(args, p, cuda_stream);
+  return p.dtype == DType::kFloat64 ? run_in<double>(args, p, cuda_stream) : run_in<float>(args, p, cuda_stream);
 }
 
 }  // namespace

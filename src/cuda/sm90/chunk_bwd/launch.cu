@@ -28,8 +28,9 @@ double longest_share(const Args& p) {
 }
 
 // The share of all tokens that the longest sequence may have, for each value head, where blocks of the passes take both
-// halves of V. Measured: 0.030 in calls of several sequences. One of 29 to 33 heads, or as many in equal ones, would
-// take half a device's blocks with the other form too, and has G o A and P to wait for there.
+// halves of V: by a chunk's 9 us times multiprocessors and value head, and 2.3 of these, 0.030 on 132 multiprocessors.
+// So much more that one sequence of 29 to 33 heads is among them, which else would want room for G o A and P: measured
+// as fast as the form that it had (16/32 heads, 8,192 and 32,768 tokens; docs/notebook/deleted_variants.md).
 constexpr double kShareOfHead = 0.035;
 
 // Whether a block of the passes takes both halves of V, and makes G o A and P: what two blocks would load, and another

@@ -142,7 +142,8 @@ struct OutputOrder {
 
   // all: counts of all sequences. Groups go by the lengths of their longest items. longest: the first of the sequences
   // in their order; longest_whole: the first that is too short to be cut, if there is one. First segments of
-  // carried heads come before all others, their later ones too if they are the longest, else after them. in_place:
+  // carried heads come before all others, their later ones too if they are the longest and no other states are to come
+  // (who reads a state waits for all of them), else after them. in_place:
   // final states overwrite initial ones, so that who reads one must be given out before who overwrites it: first
   // segments first, then a head's others in their order (CutChoice::in_order).
   FLASH_QLA_HOST_DEVICE OutputOrder(const ItemCounts& all, const CutSequence& longest, const CutSequence& longest_whole,
@@ -151,7 +152,7 @@ struct OutputOrder {
     const int32_t first = decaying.start(longest, 1), small = decaying.least * longest.piece + kUsualWarmup;
     const int32_t whole = longest_whole.chunks;
     const int32_t lengths[] = {exact.start(longest, 1), first, whole, first + kUsualWarmup, small};
-    bool are_longest = !in_place;
+    bool are_longest = !in_place && all.states == 0;
     FLASH_QLA_UNROLL
     for (int32_t group = 0; group < ItemCounts::kGroups; ++group) {
       are_longest = are_longest && (all.free[group] == 0 || carried_items.longest > lengths[group]);
